@@ -1,7 +1,5 @@
-"""Run tasks that outlive the call that starts them (:class:`TaskHost`), work that is requested
-often but runs once at a time (:class:`SingleFlight`), and several calls at once (:func:`all_of`);
-find the running loop (:func:`running_loop`); give context variables a value for a while
-(:func:`setting`).
+"""Run tasks that outlive the call that starts them (:class:`TaskHost`), frequently requested work
+at most once at a time (:class:`SingleFlight`), and several calls at once (:func:`all_of`).
 """
 
 from __future__ import annotations
@@ -21,15 +19,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Work = Callable[[], Awaitable[None]]
-# How long tasks that were cancelled are waited for. Releasing something takes at most 0.3 s.
-_CLOSING_SECONDS = 5.0
 
 
 class TaskHost:
     """Runs tasks that outlive the calls that start them, until :meth:`close`.
 
-    Agent frameworks give a client no task group that lives as long as the client, so the host keeps
-    one in a separate task, which ends whenever nothing is left to run.
+    Agent frameworks give a client no task group with the client's lifetime. So the host keeps a
+    group in a separate task, which ends whenever nothing is left to run.
 
     Args:
         failure_message: the log message when work fails.
@@ -70,7 +66,7 @@ class TaskHost:
     def start_cleanup(self, work: Work) -> None:
         """Run ``work()``, which releases something, in the background.
 
-        This is :meth:`start`, except that while the host is closing the work still runs, though
+        This is :meth:`start`, except while the host is closing: then the work still runs, but
         already cancelled (see :func:`run_cancelled`), and :meth:`close` waits for it. After
         :meth:`close` has returned, this does nothing.
         """
@@ -84,15 +80,16 @@ class TaskHost:
     async def close(self) -> None:
         """Cancel all tasks and wait until they have ended, even if the caller is cancelled.
 
-        They may need what the caller closes next, to release what they hold.
+        To release something, they may need what the caller closes next.
         """
         self._closed = True
         self._group = None
-        # A loop that was closed with its tasks, by no `asyncio.run`, runs them no more.
+        # A closed loop, whose tasks were not cancelled by `asyncio.run`, never runs them again.
         group_tasks = [task for task in self._group_tasks if not task.get_loop().is_closed()]
         for task in group_tasks:
             task.cancel()
-        with anyio.move_on_after(_CLOSING_SECONDS, shield=True):
+        # Releasing something takes at most 0.3 s.
+        with anyio.move_on_after(5.0, shield=True):
             if group_tasks:
                 await asyncio.wait(group_tasks)
             while self._cleanups:
@@ -109,8 +106,8 @@ class TaskHost:
         try:
             await work()
         except asyncio.CancelledError:
-            # If this task is not being cancelled, something that the work awaited was: that must
-            # not cancel the other tasks of the group.
+            # If this task is not being cancelled, something else cancelled what the work awaited.
+            # That must not cancel the other tasks of the group.
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
@@ -132,7 +129,7 @@ class SingleFlight:
 
     @property
     def is_running(self) -> bool:
-        # A loop that ends cancels tasks before their first step, and they do not notice.
+        # A loop that ends cancels tasks before their first step, so their `finally` does not run.
         return self._loop is not None and not self._loop.is_closed()
 
     def request(self) -> None:
@@ -163,8 +160,8 @@ class SingleFlight:
 async def run_cancelled(work: Work) -> None:
     """Run ``work`` as if its task were already cancelled.
 
-    Every ``await`` in it is cancelled at once, except in code that shields itself, as the release
-    of a prompt stream does for a moment (see :mod:`flashmoa.link.prompt_feed`).
+    Every ``await`` in it is cancelled at once, except in code that shields itself for a moment, as
+    the release of a prompt stream does (see :mod:`flashmoa.link.prompt_feed`).
     """
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -199,7 +196,7 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop of asyncio that runs in this thread, if any."""
+    """Return asyncio's event loop in this thread, if one runs."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -208,11 +205,11 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Generator[None]:
-    """Give a context variable, which must have one, another value while this is entered."""
+    """Give a context variable that has a value another one inside this context."""
     before = variable.get()
     variable.set(value)
     try:
         yield
     finally:
-        # A coroutine that is thrown away is closed in another context, where a token is invalid.
+        # Not a token: a discarded coroutine is closed in another context, where it is invalid.
         variable.set(before)

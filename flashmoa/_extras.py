@@ -1,4 +1,4 @@
-"""Name the extra of this package that a missing package belongs to (:class:`FromExtra`)."""
+"""Name the extra of this package that installs a missing package (:class:`FromExtra`)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from types import TracebackType
 
 
 class FromExtra:
-    """Surrounds imports of packages that only an extra installs, and says which one if they fail.
+    """Surrounds imports of packages that only an extra installs, and names the extra if they fail.
 
     Args:
         extra: the extra's name.
         module: the module of FlashMoA that is imported.
-        needs: what it needs, in the user's words.
+        needs: the packages, in the user's words.
     """
 
     def __init__(self, extra: str, module: str, needs: str) -> None:

@@ -1,4 +1,4 @@
-"""Walk the stack, to find on whose behalf code runs where a framework does not tell."""
+"""Walk the stack, to find for which object code runs, where a framework does not tell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 def owners() -> list[object]:
     """Return the ``self`` of each method on the stack, the innermost first.
 
-    No generator does this: its own frame, which it would see, would keep all others alive.
+    This is no generator, because a generator's own frame would keep all others alive.
     """
     found: list[object] = []
     frame: FrameType | None = sys._getframe(1)

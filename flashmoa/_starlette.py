@@ -16,8 +16,8 @@ from starlette.requests import Request
 async def while_connected(request: Request) -> AsyncGenerator[None]:
     """Cancel the block of this context once the client disconnects.
 
-    The code after the block runs nevertheless; its answer reaches no client. The request's body
-    must have been read before the block is entered.
+    The code after the block still runs, but its answer reaches no client. Read the request's body
+    before entering the block.
     """
 
     async def cancel_on_disconnect() -> None:
@@ -32,7 +32,7 @@ async def while_connected(request: Request) -> AsyncGenerator[None]:
             try:
                 yield
             except Exception as error:
-                failure = error  # Raised below as it is; the task group would wrap it in a group.
+                failure = error  # Raised below; the task group would wrap it in an ExceptionGroup.
             group.cancel_scope.cancel()
     if failure is not None:
         raise failure

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 
 class FlashMoAError(Exception):
-    """Raised when FlashMoA cannot do what it was asked; the base of all its exceptions."""
+    """Raised when FlashMoA cannot do its work; the base of all its exceptions."""
 
 
 class EngineError(FlashMoAError):

@@ -1,7 +1,7 @@
 """Check an installation (``check_installation``) or a running engine (``check_engine``).
 
-SGLang and torch are not imported, which would take half a minute. The internals of SGLang that the
-plugin uses are looked up in SGLang's source.
+The checks look up SGLang's internals in its source. Importing SGLang and torch would take half a
+minute.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import httpx
+from pydantic import RootModel
 
 import flashmoa
 from flashmoa.engine import EngineClient, EngineInfo, StreamUse
-from flashmoa.engine.connections import engine_url
 from flashmoa.errors import BadAnswer, EngineError, EngineUnreachable, PluginMissing, RequestRefused
 from flashmoa.link.prompt import NotForecastable, Placeholders
 from flashmoa.observe import Event, LinkClosed
@@ -48,16 +50,7 @@ class Finding:
     remedy: str = ""
 
 
-def ok(about: str, text: str) -> Finding:
-    return Finding("ok", about, text)
-
-
-def note(about: str, text: str, remedy: str = "") -> Finding:
-    return Finding("note", about, text, remedy)
-
-
-def fix(about: str, text: str, remedy: str) -> Finding:
-    return Finding("fix", about, text, remedy)
+ok, note, fix = partial(Finding, "ok"), partial(Finding, "note"), partial(Finding, "fix")
 
 
 def in_clone(folders: str) -> str:
@@ -69,7 +62,7 @@ _PLUGIN = "flashmoa"
 _INSTALL_PLUGIN = in_clone("./server_patches")
 _AUTOGEN = ("autogen-core", "autogen-agentchat", "autogen-ext")
 _DEVICES = Path("/dev")
-# Those of NVIDIA's driver, of WSL 2 and of ROCm.
+# The devices of NVIDIA's driver, of WSL 2 and of ROCm.
 _GPUS = ("nvidia[0-9]*", "dxg", "kfd")
 
 
@@ -80,7 +73,7 @@ def check_installation() -> list[Finding]:
         return findings
     if installed("sglang") is not None:
         findings += [_check_compiler(), *_check_accelerator()]
-    return [*findings, *check_plugin(), *check_environment()]
+    return [*findings, *check_plugin(), *_check_environment()]
 
 
 def installed(distribution: str) -> str | None:
@@ -111,28 +104,23 @@ def check_plugin() -> list[Finding]:
     if plugin is None:
         text = "SGLang is installed, but flashmoa-sglang is not: engines started here cannot link"
         return [ok("SGLang", sglang), fix("plugin", text, _INSTALL_PLUGIN)]
-    return [check_release(sglang), _check_version(plugin), *check_internals()]
+    fits = ok("plugin", f"flashmoa-sglang {plugin}")
+    if plugin != flashmoa.__version__:
+        text = f"flashmoa-sglang is {plugin}, but flashmoa is {flashmoa.__version__}"
+        fits = fix("plugin", text, in_clone("./server_patches ."))
+    return [check_release(sglang), fits, *check_internals()]
 
 
-def _check_version(plugin: str) -> Finding:
-    if plugin == flashmoa.__version__:
-        return ok("plugin", f"flashmoa-sglang {plugin}")
-    text = f"flashmoa-sglang is {plugin}, but flashmoa is {flashmoa.__version__}"
-    return fix("plugin", text, in_clone("./server_patches ."))
-
-
-def check_environment() -> list[Finding]:
+def _check_environment() -> Iterator[Finding]:
     """Check SGLang's environment variables that keep the plugin out."""
-    findings: list[Finding] = []
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if excludes_plugin(allowed):
         text = f"SGLANG_PLUGINS={allowed} keeps the plugin out"
-        findings.append(fix("environment", text, "unset SGLANG_PLUGINS, or add flashmoa to it"))
+        yield fix("environment", text, "unset SGLANG_PLUGINS, or add flashmoa to it")
     platform = os.environ.get("SGLANG_PLATFORM", "")
     if platform not in ("", "flashmoa_cpu"):
         text = f"SGLANG_PLATFORM={platform} keeps out plugins with other platforms"
-        findings.append(fix("environment", text, "unset SGLANG_PLATFORM"))
-    return findings
+        yield fix("environment", text, "unset SGLANG_PLATFORM")
 
 
 def excludes_plugin(allowed: str) -> bool:
@@ -161,24 +149,20 @@ def check_internals() -> list[Finding]:
     source = internals.installed()
     if source is None:
         return [note("internals", "not checked: SGLang is not installed")]
-    release, remedy = _plugin("sglang.releases").installed(), _install_command()
-    findings: list[Finding] = []
+    release, hooked = _plugin("sglang.releases").installed(), _plugin("sglang.hooks").hooked
+    # Without a GPU, each engine runs on the CPU platform.
+    needed = {internals.EVERYBODY} if accelerators() else {internals.EVERYBODY, internals.CPU}
+    problems: list[Finding] = []
     count = 0
     for feature in (internals.EVERYBODY, *internals.FEATURES):
-        check = internals.looked_at(
-            release, source, feature, _plugin("sglang.hooks").hooked(feature)
-        )
+        check = internals.looked_at(release, source, feature, hooked(feature))
         count += len(check.seen)
-        text = f"this SGLang {check.problem}"
-        # Without a GPU, each engine runs on the platform of flashmoa-sglang.
-        is_needed = feature == internals.EVERYBODY or (
-            feature == internals.CPU and not accelerators()
-        )
-        if check.problem and is_needed:
-            findings.append(fix("internals", text, remedy))
-        elif check.problem:
-            findings.append(note("internals", f"{text}; {feature} needs that", remedy))
-    return findings or [ok("internals", f"SGLang has all {count} internals that the plugin uses")]
+        if check.problem:
+            level = fix if feature in needed else note
+            why = "" if feature in needed else f"; {feature} needs that"
+            text = f"this SGLang {check.problem}{why}"
+            problems.append(level("internals", text, _install_command()))
+    return problems or [ok("internals", f"SGLang has all {count} internals that the plugin uses")]
 
 
 def _install_command() -> str:
@@ -203,10 +187,7 @@ def check_system() -> list[Finding]:
 
 
 def compiler() -> str | None:
-    """Return the path of a C compiler, ``None`` if there is none.
-
-    It is the one that the environment variable ``CC`` names, otherwise cc, gcc or clang.
-    """
+    """Return the path of a C compiler: the one that ``CC`` names, otherwise cc, gcc or clang."""
     names = [os.environ["CC"].split()[0]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     return next((path for name in names if (path := shutil.which(name))), None)
 
@@ -229,136 +210,125 @@ def _check_accelerator() -> list[Finding]:
     if release is None:
         remedy = "make setup (CPU), or install SGLang, which installs torch (GPU)"
         return [fix("torch", "it is not installed", remedy)]
-    torch = ok("torch", release)
-    if not devices:
-        if find_spec("flashmoa_cpu") is None:
-            text = "there is none, and no platform for engines on a CPU"
-            return [torch, note("GPU", text, f"for such engines: {_INSTALL_PLUGIN}")]
-        return [torch, note("GPU", "there is none: engines run on the CPU")]
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if not devices and find_spec("flashmoa_cpu") is None:
+        text = "there is none, and no platform for engines on a CPU"
+        gpu = note("GPU", text, f"for such engines: {_INSTALL_PLUGIN}")
+    elif not devices:
+        gpu = note("GPU", "there is none: engines run on the CPU")
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         text = "CUDA_VISIBLE_DEVICES is empty: no GPU is used"
-        return [torch, note("GPU", text, "unset CUDA_VISIBLE_DEVICES")]
-    if release.endswith("+cpu"):
+        gpu = note("GPU", text, "unset CUDA_VISIBLE_DEVICES")
+    elif release.endswith("+cpu"):
         text = f"{', '.join(devices)} found, but this torch is built for CPUs"
         index = "https://download.pytorch.org/whl/cu128"
-        remedy = f"pip install --force-reinstall torch --index-url {index}"
-        # The other devices are there with GPUs, too, that SGLang does not support.
-        is_usable = devices[0].startswith("nvidia")
-        return [torch, Finding("fix" if is_usable else "note", "GPU", text, remedy)]
-    return [torch, ok("GPU", ", ".join(devices))]
+        # The other devices also exist with GPUs that SGLang does not support.
+        level = fix if devices[0].startswith("nvidia") else note
+        gpu = level("GPU", text, f"pip install --force-reinstall torch --index-url {index}")
+    else:
+        gpu = ok("GPU", ", ".join(devices))
+    return [ok("torch", release), gpu]
 
 
-_TIMEOUT_SECONDS = 30.0
 _IN_STEPS = "prefill prompts there in a few steps only, for its own prefix cache"
 _ONE_CHECKOUT = "pip install both from one checkout, and restart the engine"
 _CAPABILITIES = {"prefill_only", "render", "prompt_streams", "prompt_stream_id"}
 # A text with white space that a template may strip.
 _TEXT = "  A plan.\n\n1. Walk.\n"
-_TOKENS_OF_READER = 8
-# Lengths of the text that is read. The next one is tried if no stream opened while it was written.
-_TOKENS_OF_WRITER = (16, 64, 256)
 
 
 async def check_engine(
     base_url: str, *, api_key: str | None = None, model: str | None = None, calls: bool = True
 ) -> list[Finding]:
-    """Check whether an engine can be reached, what it is, and whether links work on it.
+    """Check whether an engine can be reached, its kind and settings, and whether links work.
 
     Args:
-        model: the model name in the client's requests; ``None``: the engine's own.
+        model: the model name in the client's requests; by default the engine's own.
         calls: whether a link may be checked, which takes two short calls.
     """
     try:
-        url = engine_url(base_url)
+        client = EngineClient(base_url, api_key=api_key, timeout=30.0)
     except ValueError as error:
         return [fix("engine", str(error), "--engine http://HOST:PORT")]
-    async with EngineClient(url, api_key=api_key, timeout=_TIMEOUT_SECONDS) as engine:
+    async with client as engine:
         try:
             info = await engine.info()
         except EngineError as error:
-            return [await _explain_failure(error, url, api_key)]
+            return [await _explain_failure(error, engine)]
         findings = [
-            *_check_versions(info, url),
+            *_check_versions(info, engine.url),
             _check_model(info, model),
             *_check_capacity(info),
-            *_check_settings(await _get_json(url, api_key, "/server_info", "/get_server_info")),
+            _check_settings(await _get_object(engine, "/server_info", "/get_server_info")),
             *_check_rides(info),
         ]
         try:
-            templates = await _check_templates(engine)
-            findings += templates
+            template = await _check_template(engine)
+            findings.append(template)
             # A link needs prompts that can be rendered and predicted.
-            if calls and not any(finding.level == "fix" for finding in templates):
+            if calls and template.level != "fix":
                 findings.append(await _check_link(engine, model or info.model["name"]))
         except EngineError as error:
             findings.append(fix("engine", f"it stopped answering: {error}", "see the engine's log"))
     return findings
 
 
-async def _explain_failure(error: EngineError, url: str, key: str | None) -> Finding:
-    """Explain why the server at ``url`` does not answer ``/flashmoa/info`` as an engine does."""
+async def _explain_failure(error: EngineError, engine: EngineClient) -> Finding:
+    """Explain why a server does not answer ``/flashmoa/info`` as an engine does."""
     if isinstance(error, EngineUnreachable):
-        # Its text has the reason: nothing listens there, or the certificate is not trusted.
-        port = urlsplit(url).port or 80
+        # The error has the reason: nothing listens there, or the certificate is not trusted.
+        port = urlsplit(engine.url).port or 80
         return fix("engine", str(error), f"flashmoa serve --model-path PATH --port {port}")
     if isinstance(error, RequestRefused) and error.status in (401, 403):
-        given = "refuses this API key" if key else "needs an API key"
-        return fix("engine", f"{url} {given}", "--api-key KEY; clients: api_key=KEY")
+        given = "refuses this API key" if engine.authorization else "needs an API key"
+        return fix("engine", f"{engine.url} {given}", "--api-key KEY; clients: api_key=KEY")
     if isinstance(error, PluginMissing | BadAnswer):
-        return await _identify_server(url, key)
+        return await _identify_server(engine)
     return fix("engine", str(error), "see the engine's log")
 
 
-async def _identify_server(url: str, key: str | None) -> Finding:
-    """Find out what kind of server answers at ``url``, if it is not SGLang with this plugin."""
-    plugin: Any = (await _get_json(url, key, "/flashmoa/info")).get("plugin")
+async def _identify_server(engine: EngineClient) -> Finding:
+    """Find out the kind of a server that is not SGLang with this plugin."""
+    url = engine.url
+    plugin: Any = (await _get_object(engine, "/flashmoa/info")).get("plugin")
     if isinstance(plugin, dict) and "version" in plugin:
         text = (
             f"{url} has flashmoa-sglang {plugin['version']}, whose answers this client, "
             f"flashmoa {flashmoa.__version__}, cannot read"
         )
         return fix("versions", text, _ONE_CHECKOUT)
-    if "model_path" in await _get_json(url, key, "/model_info", "/get_model_info"):
+    if "model_path" in await _get_object(engine, "/model_info", "/get_model_info"):
         text = f"{url} is SGLang without the plugin: links {_IN_STEPS}"
         remedy = f"where SGLang runs: {_INSTALL_PLUGIN}, unset SGLANG_PLUGINS, restart"
         return note("engine", text, remedy)
-    if "data" in await _get_json(url, key, "/v1/models"):
+    if "data" in await _get_object(engine, "/v1/models"):
         text = f"{url} is an OpenAI server, but not SGLang: links {_IN_STEPS}, if it has one"
         return note("engine", text, "flashmoa serve --model-path PATH")
     text = f"{url} answers, but is not an engine"
     return fix("engine", text, "--engine http://HOST:PORT as flashmoa serve shows it")
 
 
-async def _get_json(url: str, key: str | None, *paths: str) -> dict[str, Any]:
-    """Return the object that the first of these routes answers, ``{}`` if none answers one."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_SECONDS) as http:
-        for path in paths:
-            try:
-                answer = await http.get(path)
-                if answer.is_success and isinstance(answer.json(), dict):
-                    return cast("dict[str, Any]", answer.json())
-            except (httpx.HTTPError, ValueError):
-                continue
+async def _get_object(engine: EngineClient, *paths: str) -> dict[str, Any]:
+    """Return the answer of the first of these routes that answers an object, otherwise ``{}``."""
+    for path in paths:
+        with suppress(EngineError):
+            return (await engine.ask("GET", path, RootModel[dict[str, Any]])).root
     return {}
 
 
-def _check_versions(info: EngineInfo, url: str) -> list[Finding]:
+def _check_versions(info: EngineInfo, url: str) -> Iterator[Finding]:
     plugin, sglang = info.plugin.get("version"), info.sglang.get("version")
-    findings = [ok("engine", f"{url}: SGLang {sglang}, flashmoa-sglang {plugin}")]
+    yield ok("engine", f"{url}: SGLang {sglang}, flashmoa-sglang {plugin}")
     if plugin != flashmoa.__version__:
         client = flashmoa.__version__
         text = f"the engine's plugin has version {plugin}, but this client has {client}"
-        findings.append(note("versions", text, _ONE_CHECKOUT))
+        yield note("versions", text, _ONE_CHECKOUT)
     if "render" in info.capabilities and "prompt_streams" not in info.capabilities:
         text = "the engine keeps no KV, and linking needs it"
         ways = "--disable-radix-cache, --flashmoa-kv-cache off and, for a PD pair, --pp-size"
-        findings.append(fix("settings", text, f"start the engine without {ways}"))
+        yield fix("settings", text, f"start the engine without {ways}")
     elif missing := sorted(_CAPABILITIES - set(info.capabilities)):
         text = f"the engine's plugin lacks {', '.join(missing)}"
-        remedy = f"where the engine runs: {_INSTALL_PLUGIN}, and restart it"
-        findings.append(fix("versions", text, remedy))
-    return findings
+        yield fix("versions", text, f"where the engine runs: {_INSTALL_PLUGIN}, and restart it")
 
 
 def _check_model(info: EngineInfo, requested: str | None) -> Finding:
@@ -370,53 +340,48 @@ def _check_model(info: EngineInfo, requested: str | None) -> Finding:
     return note("model", text, remedy)
 
 
-def _check_capacity(info: EngineInfo) -> list[Finding]:
-    pool = sum(rank.total for rank in info.kv)
-    smallest = min((rank.total for rank in info.kv), default=0)
-    text = f"{pool:,} tokens of KV, context of {info.context_length:,}"
-    room = ok("room", text)
-    if smallest < info.context_length:
+def _check_capacity(info: EngineInfo) -> Iterator[Finding]:
+    sizes = [rank.total for rank in info.kv]
+    text = f"{sum(sizes):,} tokens of KV, context of {info.context_length:,}"
+    if min(sizes, default=0) < info.context_length:
         text += ": prompts longer than the pool are refused"
-        room = note("room", text, "raise --mem-fraction-static or --max-total-tokens")
+        yield note("room", text, "raise --mem-fraction-static or --max-total-tokens")
+    else:
+        yield ok("room", text)
     streams = f"{info.prompt_streams} prompt streams open"
     if info.costs is None:
         busy = "the engine measures what forwards cost when no request runs for some seconds"
-        text = f"{streams}; {busy}"
-        return [room, note("costs", text)]
-    step = f"a decode step takes {1000 * info.costs.decode_step:.1f} ms"
-    return [room, ok("costs", f"{streams}; {step}")]
+        yield note("costs", f"{streams}; {busy}")
+    else:
+        step = f"a decode step takes {1000 * info.costs.decode_step:.1f} ms"
+        yield ok("costs", f"{streams}; {step}")
 
 
-def _check_rides(info: EngineInfo) -> list[Finding]:
+def _check_rides(info: EngineInfo) -> Iterator[Finding]:
     """Check whether tokens of prompt streams ride along with decode steps."""
     reasons = {rank.no_rides for rank in info.kv if rank.no_rides is not None}
     if reasons == {""}:
-        return [ok("rides", "tokens of prompts ride along with decode steps")]
-    return [
-        note(
-            "rides",
-            f"off, because {reason}; streams have forwards of their own now and then",
-            "docs/limits.md lists what does not ride",
-        )
-        for reason in sorted(reasons - {""})
-    ]
+        yield ok("rides", "tokens of prompts ride along with decode steps")
+    for reason in sorted(reasons - {""}):
+        text = f"off, because {reason}; streams have forwards of their own now and then"
+        yield note("rides", text, "docs/limits.md lists what does not ride")
 
 
-def _check_settings(server: dict[str, Any]) -> list[Finding]:
+def _check_settings(server: dict[str, Any]) -> Finding:
     """Check the engine's arguments that links depend on."""
     if not server:
-        return [note("settings", "the engine does not show its arguments")]
+        return note("settings", "the engine does not show its arguments")
     if server.get("enable_cache_report"):
-        return [ok("settings", "cached tokens are reported")]
+        return ok("settings", "cached tokens are reported")
     text = "cached tokens are reported for linked calls only"
-    return [note("settings", text, "start the engine with --enable-cache-report")]
+    return note("settings", text, "start the engine with --enable-cache-report")
 
 
 def _user_message(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-async def _check_templates(engine: EngineClient) -> list[Finding]:
+async def _check_template(engine: EngineClient) -> Finding:
     """Check whether the chat template keeps texts unchanged, so that prompts can be predicted.
 
     Raises: EngineError if the engine stops answering.
@@ -424,17 +389,17 @@ async def _check_templates(engine: EngineClient) -> list[Finding]:
     try:
         problem = await _prediction_problem(engine)
     except RequestRefused as error:
-        return [fix("chat template", str(error), "start the engine with --chat-template FILE")]
+        return fix("chat template", str(error), "start the engine with --chat-template FILE")
     if problem is not None:
         text = f"it {problem}, so that prompts cannot be predicted"
-        return [fix("chat template", text, "start the engine with --chat-template FILE")]
+        return fix("chat template", text, "start the engine with --chat-template FILE")
     try:
         await engine.render([_user_message("Plan a trip."), _user_message("A plan.")])
     except RequestRefused:
         text = "it refuses two user messages in a row, which AutoGen's teams send"
         remedy = "FlashMoAChatCompletionClient(merge_user_messages=True)"
-        return [note("chat template", text, remedy)]
-    return [ok("chat template", "it keeps texts as they are")]
+        return note("chat template", text, remedy)
+    return ok("chat template", "it keeps texts as they are")
 
 
 async def _prediction_problem(engine: EngineClient) -> str | None:
@@ -462,9 +427,10 @@ async def _check_link(engine: EngineClient, model: str) -> Finding:
     """Check whether a call's prompt is prefilled while the text that it reads is written."""
     use: StreamUse | None = None
     reason = ""
-    for tokens in _TOKENS_OF_WRITER:
+    # Write a longer text if no stream opened while the shorter one was written.
+    for max_tokens in (16, 64, 256):
         try:
-            use, reason = await _make_linked_calls(engine, model, tokens)
+            use, reason = await _make_linked_calls(engine, model, max_tokens)
         except EngineError as error:
             return fix("link", f"a call failed: {error}", "see the engine's log")
         if use is not None:
@@ -477,9 +443,9 @@ async def _check_link(engine: EngineClient, model: str) -> Finding:
 
 
 async def _make_linked_calls(
-    engine: EngineClient, model: str, tokens: int
+    engine: EngineClient, model: str, max_tokens: int
 ) -> tuple[StreamUse | None, str]:
-    """Make two calls, of which the second reads the first one's text.
+    """Make a call of at most ``max_tokens``, and one that reads its text.
 
     Returns: how the second call used its stream, ``None`` without one; and why its link ended.
 
@@ -488,9 +454,8 @@ async def _make_linked_calls(
     events: list[Event] = []
     async with Workflow(engine, listener=events.append) as flow:
         sampling: dict[str, Any] = {"model": model, "temperature": 0, "ignore_eos": True}
-        plan = flow.ask([_user_message("Plan a trip to Nepal.")], max_tokens=tokens, **sampling)
-        question = [_user_message(f"Shorten this:\n{plan}")]
-        summary = flow.ask(question, max_tokens=_TOKENS_OF_READER, **sampling)
+        plan = flow.ask([_user_message("Plan a trip to Nepal.")], max_tokens=max_tokens, **sampling)
+        summary = flow.ask([_user_message(f"Shorten this:\n{plan}")], max_tokens=8, **sampling)
         await summary
     reasons = [event.reason for event in events if isinstance(event, LinkClosed)]
     usage = summary.usage

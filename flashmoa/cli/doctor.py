@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +16,6 @@ from rich.text import Text
 from flashmoa.cli.checks import Finding, Level, check_engine, check_installation
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "fix": "red"}
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             findings += anyio.run(check)
         except KeyboardInterrupt:
-            return _EXIT_INTERRUPTED
+            return 128 + signal.SIGINT
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -69,7 +69,7 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """Print findings in a line each, with their remedies, and how many need fixing."""
+    """Print each finding and its remedy, and how many findings need fixing."""
     width = max(len(finding.about) for finding in findings)
     for finding in findings:
         line = Text.assemble(

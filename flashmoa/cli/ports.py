@@ -15,9 +15,10 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket for a server at this address. Raises: OSError that says what to give."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # A name such as localhost may have both; clients try the older kind, too.
+        # A name such as localhost may have both kinds of addresses; all clients try IPv4.
         family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
-        # By this, asyncio knows TCP, and turns off Nagle's algorithm; it would hold up answers.
+        # With the protocol, asyncio recognises TCP and turns off Nagle's algorithm, which would
+        # delay answers.
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,6 +36,11 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def api_url(host: str, port: int, scheme: str = "http") -> str:
+def root_url(host: str, port: int, scheme: str = "http") -> str:
+    """Return the URL of a server at this address."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def api_url(host: str, port: int) -> str:
     """Return the URL of the OpenAI API of a server at this address."""
-    return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+    return f"{root_url(host, port)}/v1"

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, str]:
-    """Return what is served, and what is behind it.
+    """Return the application, and a description of the engines behind it.
 
     Raises: OSError or ValueError if an option is wrong; ModuleNotFoundError.
     """
@@ -96,7 +96,7 @@ def _serve(app: Starlette, sockets: list[socket]) -> None:
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket] | None = None) -> None:
-            # A server ends when its answers have ended, and channels would not.
+            # The server waits for its answers to end, and channels do not end by themselves.
             app.state.channels.close()
             await super().shutdown(sockets)
 
@@ -145,7 +145,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         type=_number(float),
         default=SATURATION_MARGIN,
         metavar="FORWARDS",
-        help="an engine is full when it has tokens for so many of its largest forwards to compute "
+        help="an engine is full when its uncomputed tokens fill this number of largest forwards "
         "(%(default)g); 0: no limit",
     )
 
@@ -155,7 +155,7 @@ def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
 
 
 def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
-    """Return a type of arguments: numbers of at least 0, or above 0."""
+    """Return a type for arguments that are numbers of at least 0, or above 0."""
 
     def parse(text: str) -> float:
         number = kind(text)
@@ -164,5 +164,5 @@ def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callabl
             raise argparse.ArgumentTypeError(f"{text} is refused; give a number {wanted}")
         return number
 
-    parse.__name__ = kind.__name__  # For argparse's message about what is no number.
+    parse.__name__ = kind.__name__  # For argparse's message about other texts.
     return parse

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,11 +25,6 @@ from flashmoa.errors import EngineError
 from flashmoa.scoring import Scorer
 from flashmoa.scoring.bulk import NotResumable, Totals, score_file
 
-# Without a terminal, a line of text from time to time takes the place of the progress bar.
-_SECONDS_BETWEEN_REPORTS = 10.0
-_EXIT_STOPPED = 1
-_EXIT_SKIPPED = 3
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 _EPILOG = """
 each line of INPUT is a JSON object with one of
   "context": text or token ids
@@ -56,17 +52,17 @@ def main(arguments: Sequence[str]) -> int:
             totals = anyio.run(_score, options, progress)
     except KeyboardInterrupt:
         print(f"flashmoa score: stopped; {options.continuation}", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return 128 + signal.SIGINT
+    except EngineError as error:  # Before OSError, which EngineTimeout is, too.
+        print(f"flashmoa score: {error}\n{options.continuation}", file=sys.stderr)
+        return 1
     except (NotResumable, OSError) as error:
         print(f"flashmoa score: {error}", file=sys.stderr)
-        return _EXIT_STOPPED
-    except EngineError as error:
-        print(f"flashmoa score: {error}\n{options.continuation}", file=sys.stderr)
-        return _EXIT_STOPPED
+        return 1
     _print_summary(totals, options, time.monotonic() - started)
     # An earlier run may have skipped lines although this one did not. score_file() removes the
     # file of errors if no run has skipped any.
-    return _EXIT_SKIPPED if options.errors.exists() else 0
+    return 3 if options.errors.exists() else 0
 
 
 async def _score(options: argparse.Namespace, progress: Callable[[Totals], None]) -> Totals:
@@ -139,7 +135,7 @@ def _parse_json_object(text: str) -> Mapping[str, Any]:
 
 @contextmanager
 def _progress(size: int) -> Generator[Callable[[Totals], None]]:
-    """Show the progress in an input of so many bytes: as a bar, or as lines without a terminal."""
+    """Show the progress in an input of ``size`` bytes: as a bar, or as lines without a terminal."""
     console = Console(stderr=True)
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     is_bar, last_report = console.is_terminal, time.monotonic()
@@ -152,7 +148,7 @@ def _progress(size: int) -> Generator[Callable[[Totals], None]]:
         nonlocal last_report
         text = f"{totals.scored:,} scored, {totals.skipped:,} skipped"
         bar.update(task, completed=totals.position, description=text)
-        if not is_bar and time.monotonic() - last_report > _SECONDS_BETWEEN_REPORTS:
+        if not is_bar and time.monotonic() - last_report > 10.0:
             last_report = time.monotonic()
             done = totals.position / max(1, size)
             print(f"flashmoa score: {text}, {done:.0%} of the file", file=sys.stderr, flush=True)

@@ -18,8 +18,6 @@ from flashmoa.observe.report import show_calls
 from flashmoa.observe.timeline import draw, lanes
 from flashmoa.observe.trace import TraceError, read
 
-_MOST_BREAKS = 10
-
 
 def main(arguments: Sequence[str]) -> int:
     """Show a trace. Return the exit status."""
@@ -47,8 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(events: Sequence[Event], console: Console) -> None:
-    """Print the timeline, the calls, what was prefilled ahead, what went wrong, and where prefixes
-    broke."""
+    """Print the timeline, the calls, their prefills, problems, and broken prefixes."""
     has_calls = any(isinstance(event, CallFinished) for event in events)
     if has_calls:
         console.out(draw(lanes(events), console.width))
@@ -68,7 +65,7 @@ def _describe_breaks(events: Sequence[Event]) -> str:
     groups = group_breaks(find_breaks(all_calls))
     if not groups:
         return f"Prefixes: {NO_BREAK}"
-    shown = [group.describe() for group in groups[:_MOST_BREAKS]]
+    shown = [group.describe() for group in groups[:10]]
     if len(groups) > len(shown):
         shown.append(f"... and {len(groups) - len(shown)} more")
     return "\n\n".join(("Prefixes that broke, the costliest first", *shown))

@@ -28,13 +28,7 @@ from flashmoa.engine.generation import (
     read_lines,
 )
 from flashmoa.engine.plain import PlainServer
-from flashmoa.engine.refusals import (
-    Answer,
-    bad_answer,
-    make_refusal,
-    read_answer,
-    translate_errors,
-)
+from flashmoa.engine.refusals import Answer, bad_answer, make_refusal, read_answer, translate_errors
 from flashmoa.engine.settings import EngineSettings
 from flashmoa.engine.soon import SoonAnswers
 from flashmoa.engine.wire import (
@@ -48,15 +42,10 @@ from flashmoa.engine.wire import (
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
-# Reads the events of an answer.
+# Converts the events of a streamed answer.
 ReadDeltas = Callable[[AsyncGenerator[dict[str, Any]]], AsyncGenerator[Delta]]
 
-_CHANNEL_HEADER = "X-FlashMoA-Channel"
-# An engine sends at least an empty line on a channel every 5 s.
-_SILENCE_SECONDS = 15.0
-
-
-# Further headers of requests that are sent in this context, unless the client has them itself.
+# Additional headers for the requests sent in this context. A client's own headers come first.
 request_headers: ContextVar[Mapping[str, str]] = ContextVar(
     "flashmoa_headers", default=MappingProxyType({})
 )
@@ -65,23 +54,23 @@ request_headers: ContextVar[Mapping[str, str]] = ContextVar(
 class EngineClient:
     """A client of one SGLang server, with the plugin or without, or of another OpenAI server.
 
-    The server may be a front end of Dynamo: prompts are rendered, and prompt streams opened, on the
-    engines behind it (:class:`FrontEnd`). Their ids name the engine, and requests do not name them.
+    If the server is a front end of Dynamo, the engines behind it render prompts and open prompt
+    streams (:class:`FrontEnd`). The id of such a stream names its engine; requests do not name it.
 
     Args:
         base_url: ``http://HOST:PORT``, with or without ``/v1``.
         api_key: the server's ``--api-key``, if it has one.
         timeout: seconds to wait for an answer, and for the next piece of a streamed one.
         headers: headers to send with every request.
-        namespace: the namespace of the KV of its prompt streams and chats, as :func:`kv_namespace`
-            returns it.
+        namespace: the KV namespace of the client's prompt streams and chats; see
+            :func:`kv_namespace`.
         model: the served model's name, for servers that require it, or ``base:adapter``.
         engine_settings: says how links use the server.
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
-    :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
-    :class:`RequestRefused` (see ``flashmoa.errors``). Close it, or use it as a context manager. It
-    can be used in any number of event loops, each of which has connections of its own.
+    :class:`BadAnswer`. Methods that use the plugin's routes also raise :class:`PluginMissing` and
+    :class:`RequestRefused` (see ``flashmoa.errors``). Close the client, or use it as a context
+    manager. It works in any number of event loops, with separate connections in each.
     """
 
     def __init__(  # noqa: PLR0913 - all but the URL have a default
@@ -102,17 +91,17 @@ class EngineClient:
         self._renders_responses = True
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
-        self._info: EngineInfo | None = None  # As the engine said it first.
+        self._info: EngineInfo | None = None  # The engine's first answer.
         self._answering_soon = SoonAnswers(self.url)
         # The context length of each model, once the server has listed its models.
         self._context_lengths: dict[str, int | None] = {}
-        # Until when agents ask their other engines first, in seconds of the monotonic clock, since
-        # this one did not answer; `None` if it did.
+        # Agents prefer their other engines until this time of the monotonic clock, because this
+        # engine did not answer; `None` if it did.
         self.avoided_until: float | None = None
         self._http = make_http_client(self.url, api_key, timeout, headers)
 
         def connect(url: str) -> EngineClient:
-            # What TLS keeps secret is not sent to a server that has none.
+            # Never send over plain HTTP a secret that TLS protected on the way to the front end.
             trusts = self.url.startswith("http:") or url.startswith("https:")
             return EngineClient(
                 url,
@@ -128,12 +117,12 @@ class EngineClient:
 
     @property
     def authorization(self) -> str | None:
-        """The header with which its requests authenticate; ``None`` if there is none."""
+        """The ``Authorization`` header of its requests; ``None`` if there is none."""
         return self._http.headers.get("authorization")
 
     @property
     def is_front_end(self) -> bool:
-        """Whether there are engines behind it, as far as is known, or were not long ago."""
+        """Whether the server is a front end with engines, had some lately, or is starting."""
         return self._front_end.expects_workers
 
     def __repr__(self) -> str:
@@ -157,8 +146,8 @@ class EngineClient:
     async def context_length(self, model: str) -> int | None:
         """Return a model's context length in tokens, ``None`` if the server does not report it.
 
-        The server is asked until it lists its models. Of a model that it does not list, it is that
-        of the first one: SGLang answers requests for any name with its one model.
+        The client asks the server until the server lists its models. For a model that is not
+        listed, return the first model's length: SGLang answers any name with its one model.
         """
         if not self._context_lengths:
             self._context_lengths = await self.plain.models()
@@ -166,10 +155,10 @@ class EngineClient:
         return self._context_lengths.get(model, first)
 
     async def follows_calls(self) -> bool:
-        """Return whether the engine adds the text of its own calls to streams by itself.
+        """Return whether the engine itself adds the text of its calls to streams.
 
-        It is asked until it answers; see :meth:`follow_call`. Engines behind a front end do not: a
-        call and a stream may be on two of them.
+        The client asks until the engine answers; see :meth:`follow_call`. Engines behind a front
+        end do not: the call and the stream may be on different engines.
         """
         try:
             capabilities = (await self._first_info()).capabilities
@@ -178,7 +167,7 @@ class EngineClient:
         return "follow" in capabilities and not self.is_front_end
 
     async def kv_pool_tokens(self) -> int:
-        """Return the size of the engine's KV pool, which is asked for once, as :meth:`render`."""
+        """Return the size of the engine's KV pool. It is asked for once, as :meth:`render` asks."""
         return sum(rank.total for rank in (await self._first_info()).kv)
 
     async def _first_info(self) -> EngineInfo:
@@ -189,15 +178,15 @@ class EngineClient:
         return self._info
 
     async def render(self, messages: Messages, **fields: Any) -> str:
-        """Return the prompt that the engine's chat template makes of ``messages``, as text.
+        """Return the prompt of ``messages`` as the engine's chat template renders it.
 
         Without the plugin, see :meth:`PlainServer.render`.
 
         Args:
             fields: the request's other fields, as :func:`prompt_fields` returns them.
 
-        Raises: EngineTimeout if the engine does not answer within 2 s after it was asked, with any
-            timeout of the client; if it answered none, it is not asked again for some seconds.
+        Raises: EngineTimeout if the engine does not answer within 2 s, whatever the client's
+            timeout. An engine that answered no request in that time is then left alone for 10 s.
         """
         fields = prompt_fields(fields)
         async with self._answering_soon.limit():
@@ -209,9 +198,10 @@ class EngineClient:
                 return await self.plain.render(messages, fields)
 
     async def render_response(self, body: Mapping[str, Any]) -> str:
-        """Return the prompt that the engine makes of a request of the Responses API, as text.
+        """Return the prompt that the engine renders for a request of the Responses API.
 
-        Raises: MalformedRequest without the plugin, which is asked for once; see :meth:`render`.
+        Raises: MalformedRequest without the plugin; the client notices that once. See
+            :meth:`render`.
         """
         async with self._answering_soon.limit():
             try:
@@ -223,10 +213,11 @@ class EngineClient:
         raise errors.MalformedRequest(text, 400, "malformed")
 
     async def _render(self, path: str, body: Mapping[str, Any]) -> str:
-        async def ask(engine: EngineClient) -> str:
-            return (await engine.ask("POST", path, wire.RenderedText, body)).text
+        def ask(engine: EngineClient) -> Awaitable[wire.RenderedText]:
+            return engine.ask("POST", path, wire.RenderedText, body)
 
-        return (await self._ask_engine(ask, self._front_end.any_engine))[1]
+        _, rendered = await self._ask_engine(ask, self._front_end.any_engine)
+        return rendered.text
 
     async def prefill_only(
         self,
@@ -239,8 +230,7 @@ class EngineClient:
     ) -> Prefilled:
         """Compute a prompt's KV and leave it in the engine's radix cache.
 
-        Args:
-            add_special_tokens: as for :meth:`open_stream`.
+        ``add_special_tokens`` is as for :meth:`open_stream`.
         """
         body = {
             "text": text,
@@ -264,9 +254,8 @@ class EngineClient:
         """Open a prompt stream with its first piece.
 
         Args:
-            add_special_tokens: ``False`` for text rendered by a chat template, which has them
-                already.
-            namespace: the namespace of its KV; by default the client's.
+            add_special_tokens: ``False`` for text from a chat template, which contains them.
+            namespace: the stream's KV namespace; by default the client's.
         """
         body = {
             "text": text,
@@ -277,18 +266,16 @@ class EngineClient:
             **(self.namespace if namespace is None else namespace),
         }
 
-        async def ask(engine: EngineClient) -> StreamState:
-            return await engine.ask("POST", "/prompt_streams", StreamState, body)
+        def ask(engine: EngineClient) -> Awaitable[StreamState]:
+            return engine.ask("POST", "/prompt_streams", StreamState, body)
 
         async def place() -> EngineClient | None:
             return await self._front_end.place(text or "", await self.plain.model())
 
         engine, state = await self._ask_engine(ask, place)
-        return (
-            state
-            if engine is self
-            else _renamed(state, self._front_end.global_id(engine, state.id))
-        )
+        if engine is self:
+            return state
+        return _renamed(state, self._front_end.global_id(engine, state.id))
 
     async def append(
         self,
@@ -300,34 +287,33 @@ class EngineClient:
         start: int | None = None,
         end: bool = False,
     ) -> StreamState:
-        """Append piece number ``seq``, counted from 0. Repeating this is harmless.
+        """Append piece number ``seq``, counted from 0. A repeated piece changes nothing.
 
         Args:
-            start: after how many characters of the stream ``text`` comes, in the place of what
-                stood there; by default at its end.
+            start: the character offset where ``text`` begins and replaces the rest of the stream;
+                by default the stream's end.
         """
         body = {"seq": seq, "text": text, "input_ids": input_ids, "start": start, "end": end}
         return await self._ask_stream("POST", stream_id, "/append", body)
 
     async def follow_call(self, stream_id: str, seq: int, call_id: str) -> StreamState:
-        """Let the engine add the text of one of its calls while it writes that text.
+        """Let the engine append the text of its own call while it writes the text.
 
-        This counts as piece number ``seq``. The next piece has a ``start``.
-
-        Args: call_id: the id of the call; see :mod:`flashmoa.link.hearing`.
+        This counts as piece number ``seq``, and the next piece must have a ``start``. For the ids
+        of calls see :mod:`flashmoa.link.hearing`.
         """
         body = {"seq": seq, "call": call_id}
         return await self._ask_stream("POST", stream_id, "/append", body)
 
     async def takes_requests(self, stream_id: str) -> bool:
-        """Return whether requests come to the engine of a stream; not once it drains, for example.
+        """Return whether a stream's engine still gets requests. A draining engine does not.
 
-        That is known of engines behind a front end.
+        Only a front end tells that; other engines count as getting requests.
         """
         return not is_behind(stream_id) or await self._front_end.lists(stream_id)
 
     async def keep_alive(self, stream_id: str) -> StreamState:
-        """Extend the life of a prompt stream by its ``ttl_seconds``, as an append does.
+        """Restart the ``ttl_seconds`` of a prompt stream, as an append does.
 
         Raises: PluginMissing if the plugin is older than this route.
         """
@@ -338,9 +324,9 @@ class EngineClient:
         return await self._ask_stream("GET", stream_id)
 
     async def delete_stream(self, stream_id: str) -> wire.StreamFigures | None:
-        """End a prompt stream. It is not an error if the stream has ended already.
+        """End a prompt stream, if it has not ended already.
 
-        Return how a request used it that did not name it.
+        Return how a request used the stream if the request did not name it.
         """
         engine, own_id = self._find_stream(stream_id)
         with suppress(errors.StreamGone, errors.StreamUnknown):
@@ -353,11 +339,9 @@ class EngineClient:
         ask: Callable[[EngineClient], Awaitable[T]],
         place: Callable[[], Awaitable[EngineClient | None]],
     ) -> tuple[EngineClient, T]:
-        """Ask this server, or if it does not have the plugin, an engine behind it.
+        """Ask this server or, if it lacks the plugin, an engine behind it.
 
-        Return also the client of the one that has answered.
-
-        Args: place: finds such an engine, if there is one.
+        ``place`` finds the engine. Return the client that got the answer, and the answer.
         """
         engine = await place() if self._front_end.is_known else None
         try:
@@ -399,7 +383,7 @@ class EngineClient:
             error = make_refusal(response, self.url)
             if not isinstance(error, errors.MalformedRequest):
                 raise error
-            # SGLang refuses with the status of a wrong request what comes too early.
+            # SGLang answers 400 to a flush that comes too early.
             raise errors.RequestRefused(
                 f"{self.url} was not idle for {wait_seconds:g} s, so that its cache was not "
                 f"emptied ({error}). Try again once its requests have ended.",
@@ -418,9 +402,8 @@ class EngineClient:
     ) -> AbstractAsyncContextManager[AsyncGenerator[Delta]]:
         """Stream a generation (``/generate``). Leaving the context aborts it.
 
-        Args:
-            sampling: SGLang's sampling parameters.
-            expected_output_tokens: number of output tokens, for engines that schedule by it.
+        ``sampling`` are SGLang's sampling parameters. Some engines schedule by
+        ``expected_output_tokens``.
         """
         body = {
             "text": text,
@@ -437,8 +420,7 @@ class EngineClient:
     ) -> AbstractAsyncContextManager[AsyncGenerator[Delta]]:
         """Stream a chat completion. Leaving the context aborts it.
 
-        Args:
-            parameters: parameters of OpenAI's chat completions, and SGLang's own.
+        ``parameters`` are parameters of OpenAI's chat completions and of SGLang.
         """
         body = {
             "model": self.model,
@@ -452,7 +434,7 @@ class EngineClient:
         return self._stream("/v1/chat/completions", body, read_chat)
 
     async def workers(self) -> list[EngineClient]:
-        """Return clients of the engines behind a front end; none if it is none, or has none."""
+        """Return clients of the engines behind a front end; an empty list for other servers."""
         try:
             return await self._front_end.workers()
         except errors.EngineError:
@@ -460,38 +442,27 @@ class EngineClient:
 
     @asynccontextmanager
     async def hear(self, channel: str) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
-        """Hear the calls of a channel; see :class:`~flashmoa.link.hearing.CallChannel`.
+        """Yield the lines of a channel of calls as they arrive; see docs/engine-api.md.
 
-        Args:
-            channel: the channel's id, 16 hexadecimal digits.
-
-        Yields: the channel's lines as they arrive; docs/engine-api.md describes them.
+        ``channel`` is the channel's id, 16 hexadecimal digits.
 
         Raises: EngineError if the engine refuses the channel, or breaks it off.
         """
-        path, headers = "/flashmoa/calls", {_CHANNEL_HEADER: channel}
-        async with AsyncExitStack() as stack:
-            response = await self._begin_answer(
-                stack, "GET", path, headers=headers, timeout=_SILENCE_SECONDS
-            )
-            yield await stack.enter_async_context(aclosing(self._read_lines(response)))
-
-    async def _read_lines(self, response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
-        try:
-            with translate_errors(self.url):
-                async with aclosing(read_lines(response)) as lines:
-                    async for line in lines:
-                        yield line
-        except ValueError as error:
-            raise bad_answer(self.url, response.request.url.path) from error
+        path, headers = "/flashmoa/calls", {wire.CHANNEL_HEADER: channel}
+        # An engine sends a line every 5 s at least, if only an empty one.
+        opened = self._open("GET", path, headers=headers, timeout=15.0)
+        async with opened as response:
+            lines = self._translated(response, read_lines(response))
+            async with aclosing(lines):
+                yield lines
 
     async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, by the engine's tokenizer."""
+        """Return the token ids of each text."""
         body = {"prompt": list(texts)}
         return (await self.ask("POST", "/tokenize", wire.TextsTokens, body)).tokens
 
     async def tokenize_chat(self, messages: Messages, **fields: Any) -> list[int]:
-        """Return the tokens of the prompt that :meth:`render` returns as text."""
+        """Return the token ids of the prompt that :meth:`render` returns as text."""
         body = {"messages": list(messages), **prompt_fields(fields)}
         return (await self.ask("POST", "/tokenize", wire.PromptTokens, body)).tokens
 
@@ -511,10 +482,9 @@ class EngineClient:
     ) -> Answer:
         """Send a request to any route, and return its answer as a value of the type ``answer``.
 
-        Args:
-            body: the fields of the request's body; those that are ``None`` are not sent.
+        Fields of the body that are ``None`` are not sent.
 
-        Raises: EngineError if there is no answer, or it is an error, or of another form.
+        Raises: EngineError if no answer comes, or an error, or an answer of another form.
         """
         return read_answer(await self._send(method, path, body), self.url, answer)
 
@@ -523,59 +493,64 @@ class EngineClient:
     ) -> httpx.Response:
         with translate_errors(self.url):
             json = None if body is None else _without_none(body)
-            return await self._http.request(method, path, json=json, headers=self._further())
+            headers = self._additional_headers()
+            return await self._http.request(method, path, json=json, headers=headers)
 
-    def _further(self) -> dict[str, str]:
-        """Return the further headers of a request, without those that the client has itself."""
-        further, own = request_headers.get(), self._http.headers
-        return {name: further[name] for name in further if name not in own}
+    def _additional_headers(self) -> dict[str, str]:
+        headers, own = request_headers.get(), self._http.headers
+        return {name: headers[name] for name in headers if name not in own}
 
     @asynccontextmanager
     async def _stream(
         self, path: str, body: Mapping[str, Any], read: ReadDeltas
     ) -> AsyncGenerator[AsyncGenerator[Delta]]:
-        """Send a request and yield the steps of its answer. Leaving the context aborts it.
+        """Send a request and yield the deltas of its answer. Leaving the context aborts it.
 
-        Raises: EngineError if there is no answer, or it is an error or not a stream of events.
+        Raises: EngineError if no answer comes, or an error, or no stream of events.
         """
-        async with AsyncExitStack() as stack:
-            response = await self._begin_answer(stack, "POST", path, json=_without_none(body))
+        async with self._open("POST", path, json=_without_none(body)) as response:
             if not is_event_stream(response):
                 raise bad_answer(self.url, path)
-            yield await stack.enter_async_context(aclosing(self._read_deltas(response, read)))
+            async with (
+                aclosing(read_events(response)) as events,
+                aclosing(self._translated(response, read(events))) as deltas,
+            ):
+                yield deltas
 
-    async def _begin_answer(
+    @asynccontextmanager
+    async def _open(
         self,
-        stack: AsyncExitStack,
         method: str,
         path: str,
         headers: Mapping[str, str] = MappingProxyType({}),
         **options: Any,
-    ) -> httpx.Response:
-        """Send a request, and return its answer, which ``stack`` closes.
+    ) -> AsyncGenerator[httpx.Response]:
+        """Send a request, and yield its answer before the body is read.
 
-        Raises: EngineError if there is no answer, or it is an error.
+        Raises: EngineError if no answer comes, or an error.
         """
-        # Not around what reads the answer: what its reader raises is not the engine's fault.
-        with translate_errors(self.url):
-            sending = self._http.stream(
-                method, path, headers={**self._further(), **headers}, **options
-            )
-            response = await stack.enter_async_context(sending)
-            if response.is_error:
-                await response.aread()
-                raise make_refusal(response, self.url)
-        return response
+        async with AsyncExitStack() as stack:
+            # Exceptions from the block of the context are not the engine's, so they stay outside.
+            with translate_errors(self.url):
+                response = await stack.enter_async_context(
+                    self._http.stream(
+                        method, path, headers={**self._additional_headers(), **headers}, **options
+                    )
+                )
+                if response.is_error:
+                    await response.aread()
+                    raise make_refusal(response, self.url)
+            yield response
 
-    async def _read_deltas(
-        self, response: httpx.Response, read: ReadDeltas
-    ) -> AsyncGenerator[Delta]:
+    async def _translated(
+        self, response: httpx.Response, items: AsyncGenerator[T]
+    ) -> AsyncGenerator[T]:
+        """Yield the items of an answer. If reading one fails, raise an EngineError instead."""
         try:
             with translate_errors(self.url):
-                events = read_events(response)
-                async with aclosing(events), aclosing(read(events)) as deltas:
-                    async for delta in deltas:
-                        yield delta
+                async with aclosing(items):
+                    async for item in items:
+                        yield item
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise bad_answer(self.url, response.request.url.path) from error
 

@@ -14,31 +14,25 @@ import httpx
 
 from flashmoa._concurrency import running_loop
 
-# SGLang closes a connection that was idle for 5 s (``SGLANG_TIMEOUT_KEEP_ALIVE``). A request that
-# is sent at that moment is lost, so the client closes idle connections long before.
-KEPT_SECONDS = 2.0
-# Few idle connections are kept, since httpx checks each of them at each request. The number in use
-# has no limit here; engines limit it.
-CONNECTIONS = httpx.Limits(
-    max_connections=None, max_keepalive_connections=20, keepalive_expiry=KEPT_SECONDS
-)
-_CONNECT_SECONDS = 10.0
+# SGLang closes a connection after 5 idle seconds (``SGLANG_TIMEOUT_KEEP_ALIVE``). A request sent at
+# that moment is lost, so the client closes idle connections long before. It keeps few of them,
+# because httpx checks each one at each request. Engines themselves limit the open connections.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=2.0)
 _LOCAL = "http://127.0.0.1:30000"
 
 
 def engine_url(base_url: str) -> str:
     """Return an engine's root URL, given that URL or the one for OpenAI clients (``.../v1``).
 
-    Raises: ValueError if it is not an HTTP URL, or has a password, which would be in logs, traces
-        and messages.
+    Raises: ValueError for a URL that is not HTTP, and for a URL with a password, which would appear
+        in logs, traces and messages.
     """
     try:
-        parts = urlsplit(base_url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # Unbalanced brackets, or a port that is not a number.
+        parts = urlsplit(base_url)  # It raises for unbalanced brackets; `port`, for words.
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError
+    except ValueError:
         raise ValueError(f"{base_url!r} is not an engine's URL; give http://HOST:PORT") from None
-    if not usable:
-        raise ValueError(f"{base_url!r} is not an engine's URL; give http://HOST:PORT")
     if "@" in parts.netloc:
         raise ValueError(
             f"the URL of {parts.hostname} has a user name or a password; give them in a header, "
@@ -65,7 +59,7 @@ def make_http_client(
     if api_key:
         all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
-        timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
+        timeout = httpx.Timeout(timeout, connect=10.0)
     transport = EachLoop(verification(url), _proxy_of(url))
     return httpx.AsyncClient(
         base_url=url, headers=all_headers, timeout=timeout, transport=transport
@@ -87,15 +81,13 @@ _Connections = httpx.AsyncHTTPTransport
 
 
 class EachLoop(httpx.AsyncBaseTransport):
-    """Keeps connections of its own for each event loop that requests are sent in.
+    """Keeps separate connections for each event loop that sends requests.
 
-    A connection is of no use outside the loop that opened it, and cannot even be closed there. So
-    an async generator holds a loop's connections: the loop of ``asyncio.run``, for instance, closes
-    all its generators when it ends.
+    A connection is useless outside the loop that opened it, and cannot even be closed there. So
+    each loop's connections live in an async generator: ``asyncio.run``, for instance, closes all
+    async generators of its loop at the end.
 
-    Args:
-        verify: how certificates are checked; see :class:`httpx.AsyncClient`.
-        proxy: the URL of the proxy to the engine; ``None``: there is none.
+    ``verify`` is as in :class:`httpx.AsyncClient`, and ``proxy`` is the URL of a proxy.
     """
 
     def __init__(self, verify: ssl.SSLContext | bool, proxy: str | None) -> None:
@@ -108,48 +100,48 @@ class EachLoop(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         own = self._by_loop.pop(running_loop(), None)
-        # Loops that still run in other threads close theirs now.
+        # This closes the connections of loops that still run in other threads.
         self._by_loop.clear()
         if own is not None:
             await own.aclose()
 
     async def _connections(self) -> _Connections:
         loop = running_loop()
-        held = self._by_loop.get(loop)
+        generator = self._by_loop.get(loop)
         # A loop that is ending may have closed its generators already.
-        connections = None if held is None else await anext(held, None)
+        connections = None if generator is None else await anext(generator, None)
         if connections is None:
             for other in list(self._by_loop):
                 if other is not None and other.is_closed():
                     self._by_loop.pop(other, None)
-            held = self._by_loop[loop] = self._hold_connections()
-            connections = await anext(held)
+            generator = self._by_loop[loop] = self._open_connections()
+            connections = await anext(generator)
         return connections
 
-    async def _hold_connections(self) -> AsyncGenerator[_Connections]:
-        """Yield the same connections again and again; close them in the end."""
-        transport = _Connections(verify=self._verify, limits=CONNECTIONS, proxy=self._proxy)
+    async def _open_connections(self) -> AsyncGenerator[_Connections]:
+        """Yield the same connections again and again; close them at the end."""
+        transport = _Connections(verify=self._verify, limits=_LIMITS, proxy=self._proxy)
         async with transport as connections:
             while True:
                 yield connections
 
 
 def keep_by_loop(http: httpx.AsyncClient) -> None:
-    """Let an HTTP client that has sent nothing keep connections for each event loop.
+    """Let an HTTP client that has sent nothing keep separate connections for each event loop.
 
-    Requests that go through a proxy of its own keep those of any loop.
+    A proxy of the client's own keeps the connections that it has.
     """
     pool = getattr(http._transport, "_pool", None)
     if type(http._transport) is _Connections and pool is not None and not pool.connections:
-        # Copies of its OpenAI client may send to servers at other URLs, also with TLS.
+        # Copies of an OpenAI client share this transport, and may send to other URLs, with TLS.
         http._transport = EachLoop(pool._ssl_context, None)
 
 
 def _proxy_of(url: str) -> str | None:
-    """Return the proxy that the environment names for a URL, if any."""
+    """Return the environment's proxy for a URL, if any."""
     parts, proxies = urlsplit(url), getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
-    # A host of NO_PROXY may have a port; that of an IPv6 address is compared without brackets.
+    # NO_PROXY may name a host with its port, and names IPv6 addresses without brackets.
     if proxy is None or proxy_bypass(parts.netloc) or proxy_bypass(parts.hostname or ""):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"

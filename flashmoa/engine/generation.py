@@ -16,8 +16,8 @@ from flashmoa import errors
 from flashmoa.engine.refusals import make_abort_refusal
 from flashmoa.engine.wire import Delta, PromptUsage
 
-# Not the end of a line is a carriage return after which a line feed may still come. Separators like
-# U+2028, at which ``Response.aiter_lines`` breaks lines, may be in texts in JSON.
+# A final carriage return does not end a line yet: a line feed may follow. Separators like U+2028,
+# at which ``Response.aiter_lines`` breaks lines, may occur in JSON texts.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -25,21 +25,21 @@ _HALF = re.compile("[\ud800-\udfff]")
 class EventReader:
     """Reads the data of server-sent events from the bytes of an answer, however these are cut.
 
-    It follows the HTML standard: an event ends at an empty line, its ``data`` lines are joined, and
-    an event without data is none. Where the standard drops an event, it is lenient: the end of the
-    answer ends its last event, too. White space around the data is removed.
+    It follows the HTML standard: an empty line ends an event, an event's ``data`` lines are joined,
+    and events without data are left out. In one case it is more lenient: the end of the answer also
+    ends its last event. White space around the data is removed.
     """
 
     def __init__(self) -> None:
-        self._rest = [b""]  # The pieces of a line that has not ended.
+        self._rest = [b""]  # The pieces of the unfinished line.
         self._data: list[bytes] = []
         self._is_first_line = True
         self.is_between_events = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of each event that ends in the next bytes."""
+        """Read the next bytes, and return the data of each event that they end."""
         if self.is_between_events and data.startswith(b"data: ") and data.endswith(b"\n\n"):
-            # Servers send events as a whole, whose data is one line.
+            # The usual case: whole events, each with one line of data.
             events = data[len(b"data: ") : -len(b"\n\n")].split(b"\n\ndata: ")
             if b"\r" not in data and data.count(b"\n") == 2 * len(events):
                 return [event for each in events if (event := each.strip())]
@@ -48,7 +48,7 @@ class EventReader:
         return events
 
     def _feed_lines(self, data: bytes) -> list[bytes]:
-        # A long line may come in many pieces, so what is known of it is not searched again.
+        # A long line may come in many pieces. Do not search the old ones again.
         may_end = b"\n" in data or b"\r" in data or self._rest[-1].endswith(b"\r")
         if data:
             self._rest.append(data)
@@ -69,8 +69,8 @@ class EventReader:
         return events
 
     def end(self) -> list[bytes]:
-        """Return the data of the event that the end of the answer ends, if there is one."""
-        # A last line that has no end may be cut.
+        """Return the data of the last event, if the end of the answer ends one."""
+        # A last line without an end may be cut off, so it is left out.
         events = self.feed(b"\n") if self._rest[-1].endswith(b"\r") else []
         return [*events, *self._take_event()]
 
@@ -82,8 +82,8 @@ class EventReader:
 def parse_event(data: bytes) -> Any:
     """Return the JSON value of an event, as ``json.loads`` does. Raises: ValueError."""
     try:
-        return from_json(data)  # It takes a third of the time.
-    except ValueError:  # Halves of surrogate pairs and wrong UTF-8 are no reason to lose an answer.
+        return from_json(data)  # Three times as fast as `json`.
+    except ValueError:  # `json` accepts halves of surrogate pairs; wrong UTF-8 is replaced.
         try:
             return json.loads(data.decode(errors="replace"))
         except RecursionError as error:
@@ -101,9 +101,9 @@ async def read_event_data(response: httpx.Response) -> AsyncGenerator[bytes]:
 
 
 async def read_lines(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the objects of an answer that has one in each line (NDJSON), as they arrive.
+    """Yield the objects of an NDJSON answer as they arrive. Empty lines are left out.
 
-    Empty lines are left out. Raises: ValueError if a line is no JSON object.
+    Raises: ValueError if a line is no JSON object.
     """
     rest = b""
     async for piece in response.aiter_bytes():
@@ -136,14 +136,14 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
                     "Is the URL that of an SGLang engine?"
                 )
             found = cast("dict[str, Any]", event)
-            # Some servers have the field in every event, and null in it if nothing is wrong.
+            # Some servers send `"error": null` in every event.
             if found.get("error"):
                 raise _make_event_error(found["error"])
             yield found
 
 
 def _make_event_error(error: Any) -> errors.RequestRefused:
-    """Return the error of an event. Engines differ: it may be a text, and its code a word."""
+    """Return an event's error. In some engines it is a text, or its code is a word."""
     fields = cast("dict[str, Any]", error if isinstance(error, dict) else {"message": error})
     code = str(fields.get("code"))
     status = int(code) if code.isascii() and code.isdigit() else 400
@@ -151,7 +151,7 @@ def _make_event_error(error: Any) -> errors.RequestRefused:
 
 
 async def read_generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
-    """Yield the new text and tokens of each event of ``/generate``, which repeats earlier ones."""
+    """Yield the new text and tokens of each event of ``/generate``; events repeat earlier ones."""
     characters, tokens = 0, 0
     async for event in events:
         text: str = event.get("text") or ""
@@ -171,7 +171,7 @@ async def read_generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenera
 async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
     """Yield a :class:`Delta` for each chunk of an OpenAI chat completion."""
     async for event in events:
-        # With n > 1 there are others, whose text is another one.
+        # With n > 1, the other choices belong to other answers.
         first = [one for one in read_choices(event) if not one.get("index")]
         choice: dict[str, Any] = first[0] if first else {}
         delta: dict[str, Any] = choice.get("delta") or {}
@@ -179,7 +179,7 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
         logprobs: dict[str, list[dict[str, Any]] | None] = choice.get("logprobs") or {}
         yield Delta(
             text=_without_halves(read_content(delta.get("content"))),
-            # SGLang's name, and that of newer vLLM.
+            # The first name is SGLang's, the second newer vLLM's.
             reasoning=_without_halves(
                 delta.get("reasoning_content") or delta.get("reasoning") or ""
             ),
@@ -196,7 +196,7 @@ def is_event_stream(response: Any) -> bool:
 
 
 def read_choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the choices of an answer or of a chunk, in which some servers send null instead."""
+    """Return the choices of an answer or chunk. Some servers send null instead."""
     found: Any = event.get("choices")
     choices = cast("list[Any]", found) if isinstance(found, list) else []
     return [choice for choice in choices if isinstance(choice, dict)]
@@ -206,8 +206,8 @@ def add_tool_calls(calls: dict[int, dict[str, Any]], pieces: Sequence[Mapping[st
     """Add the pieces of a :class:`Delta` to the tool calls of an answer.
 
     Args:
-        calls: the calls by their places, each as a message has it. A piece without a place begins
-            the next call if it has a new id; else it is of the last call.
+        calls: the calls by their index, each as in a message. A piece without an index begins
+            another call if it has a new id; otherwise it continues the last call.
     """
     for piece in pieces:
         place: Any = piece.get("index")
@@ -226,7 +226,7 @@ def add_tool_calls(calls: dict[int, dict[str, Any]], pieces: Sequence[Mapping[st
 
 
 def read_content(content: Any) -> str:
-    """Return the text of a content, which some servers send as a list of parts."""
+    """Return the text of a message's content. Some servers send a list of parts."""
     if isinstance(content, list):
         return "".join(map(read_content, cast("list[Any]", content)))
     if isinstance(content, dict):
@@ -235,7 +235,7 @@ def read_content(content: Any) -> str:
 
 
 def check_ending(finish_reason: str | None, url: str) -> None:
-    """Check that the answer of an engine was not cut off. Raises: BadAnswer if it was."""
+    """Raise BadAnswer if the engine at ``url`` cut off its answer."""
     if finish_reason == "abort":
         raise errors.BadAnswer(f"{url} aborted its answer")
     if finish_reason is None:
@@ -245,8 +245,8 @@ def check_ending(finish_reason: str | None, url: str) -> None:
 
 
 def _without_halves(text: str) -> str:
-    """Return a text with U+FFFD in place of each half of a surrogate pair.
+    """Replace each half of a surrogate pair by U+FFFD.
 
-    JSON can contain them. They are no text, and no request or answer with them could be sent.
+    JSON can contain such halves, but no request or answer with them could be sent.
     """
     return text if text.isascii() else _HALF.sub("\ufffd", text)

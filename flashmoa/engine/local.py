@@ -2,8 +2,8 @@
 
 They need no GPU and no model hub, but ``flashmoa-sglang`` and SGLang. The text of models with
 random weights (:func:`tiny_model`) is noise; the timing of the engines is real. One process imports
-SGLang and forks engines, each pinned to a core, so that two engines on two cores are two devices
-that really overlap.
+SGLang and forks engines. Each engine is pinned to a core, so two engines on two cores are two
+devices that really overlap.
 """
 
 from __future__ import annotations
@@ -28,27 +28,21 @@ from typing import Any
 import anyio
 import httpx
 from anyio.abc import Process
-from anyio.streams.text import TextReceiveStream
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from flashmoa.engine.client import EngineClient
 from flashmoa.engine.wire import EngineInfo
 from flashmoa.errors import EngineError
 
-# Arguments for engines that are measured on a CPU. Nothing overlaps on it, so SGLang's overlap
+# Arguments for engines that are measured on a CPU. Nothing overlaps there, so SGLang's overlap
 # schedule would only deliver each token one step late.
 WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
-_START_SECONDS = 180.0
-_STOP_SECONDS = 5.0
-# An engine on a busy machine may be used before it has measured its costs.
-_MEASURE_SECONDS = 120.0
-# Size of an engine's KV pool in tokens.
-_POOL_TOKENS = 12_000
-# These ports are below those that the system gives to connections and those that SGLang derives.
+# Below the ports that the system gives to connections, and below those that SGLang derives.
 _PORTS = range(15_000, 28_000)
 
 
 class LocalEngine:
-    """An engine that was started. ``url`` is its root URL, ``log`` the file with its output."""
+    """A started engine. ``url`` is its root URL, ``log`` the file with its output."""
 
     def __init__(self, pid: int, port: int, log: Path) -> None:
         self.pid = pid
@@ -59,10 +53,10 @@ class LocalEngine:
         """Return whether any process of the engine is alive."""
         return _group_exists(self.pid)
 
-    async def wait_until_ready(self, limit: float = _START_SECONDS) -> None:
+    async def wait_until_ready(self, limit: float = 180.0) -> None:
         """Wait until the engine answers.
 
-        Raises: EngineError with the end of the log, if the engine ends or is not ready after
+        Raises: EngineError with the end of the log, if the engine ends, or is not ready within
             ``limit`` seconds.
         """
         deadline = time.monotonic() + limit
@@ -93,19 +87,18 @@ class LocalEngine:
     async def stop(self) -> None:
         """Kill all processes of the engine. It has no other users and no state worth saving."""
         _signal_group(self.pid, signal.SIGKILL)
-        with anyio.move_on_after(_STOP_SECONDS):
+        with anyio.move_on_after(5.0):
             while self.is_running():  # noqa: ASYNC110 - there is no event for it
                 await anyio.sleep(0.02)
 
 
 class LocalEngines:
-    """Starts engines by one forkserver; made by :func:`local_engines`."""
+    """Starts engines by one forkserver (:func:`local_engines`)."""
 
     def __init__(self, process: Process, logs: Path) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._stdin = process.stdin
-        self._answers = TextReceiveStream(process.stdout)
-        self._rest = ""
+        self._lines = BufferedByteReceiveStream(process.stdout)
         self._logs = logs
         self._engines: list[LocalEngine] = []
 
@@ -114,20 +107,14 @@ class LocalEngines:
 
         Raises: EngineError if the forkserver has ended.
         """
-        while "\n" not in self._rest:
-            try:
-                self._rest += await self._answers.receive()
-            except anyio.EndOfStream as error:
-                raise EngineError(
-                    "the process that imports SGLang and starts engines has ended; the end of its "
-                    f"output:\n{self._errors()}"
-                ) from error
-        line, self._rest = self._rest.split("\n", 1)
-        return line
-
-    def _errors(self) -> str:
-        """Return the end of the forkserver's error output."""
-        return (self._logs / "forkserver.log").read_text(errors="replace")[-2000:]
+        try:
+            return (await self._lines.receive_until(b"\n", max_bytes=1 << 20)).decode()
+        except anyio.IncompleteRead as error:
+            errors = (self._logs / "forkserver.log").read_text(errors="replace")
+            raise EngineError(
+                "the process that imports SGLang and starts engines has ended; the end of its "
+                f"output:\n{errors[-2000:]}"
+            ) from error
 
     async def start(
         self,
@@ -138,13 +125,11 @@ class LocalEngines:
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> LocalEngine:
-        """Start an engine.
+        """Start an engine, pinned to a CPU core unless ``core`` is ``None``.
 
         Args:
             model: the folder or name of its model.
-            core: the CPU core to pin it to; by default it uses all.
             arguments: command-line arguments of SGLang.
-            environment: additional environment variables.
             wait: whether to wait until the engine is ready.
 
         Raises: EngineError if ``wait`` is true and the engine does not become ready.
@@ -180,7 +165,7 @@ class LocalEngines:
 
 @asynccontextmanager
 async def local_engines() -> AsyncGenerator[LocalEngines]:
-    """Start a forkserver. Leaving the context ends it and all engines that it started."""
+    """Start a forkserver. Leaving the context ends the forkserver and all its engines."""
     with tempfile.TemporaryDirectory(prefix="flashmoa-engines-") as folder:
         logs = Path(folder)
         if find_spec("flashmoa_cpu") is None:
@@ -194,7 +179,7 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=errors,
-                # SGLang leaves the files of its sockets between processes behind.
+                # SGLang does not delete the files of its interprocess sockets.
                 env={**os.environ, "TMPDIR": folder},
                 start_new_session=True,
             )
@@ -216,7 +201,7 @@ def free_port(count: int = 1) -> int:
 
     Raises: OSError if there are none.
     """
-    # A connection could take a port that the system chose before a server listens on it.
+    # Not a port that the system chooses: a connection could take it before a server listens.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if all(_is_free(port + number) for number in range(count)):
             return port
@@ -234,17 +219,15 @@ def _is_free(port: int) -> bool:
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _group_exists(leader: int) -> bool:
     """Return whether a process of a group runs.
 
-    Those that have ended do not count, though their parent has not waited for them yet: orphans
-    become children of the first process, which may take its time, or never do it in a container.
+    Ended processes do not count, even before their parent has waited for them: the first process
+    adopts orphans, and in a container it may never wait.
     """
     try:
         os.killpg(leader, 0)
@@ -255,23 +238,23 @@ def _group_exists(leader: int) -> bool:
 
 def _runs_in_group(process: Path, leader: int) -> bool:
     try:
-        # The name before it is in parentheses, and may contain any bytes.
+        # The file's second field, the process name in parentheses, may contain any bytes.
         state, _parent, group, *more = (process / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return False
-    # A process whose main thread has ended is shown as a zombie, but keeps its sockets until its
-    # last thread has ended. Their number is the 20th field of the file, the state is the third.
+    # A process whose main thread has ended is a zombie, but keeps its sockets until its last thread
+    # ends. The state is the third field of the file, the number of threads the twentieth.
     threads = int(more[14])
     return int(group) == leader and (state not in (b"Z", b"X") or threads > 1)
 
 
 def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:
-    """Return the folder of a tiny model; if ``cache`` lacks it, make it, which takes seconds.
+    """Return the folder of a tiny model. Make the model, in seconds, if ``cache`` lacks it.
 
     Args:
         shape: a name in ``flashmoa_cpu.tiny_model.SHAPES``.
         texts: files to train its tokenizer on.
-        cache: the folder for the folders of models.
+        cache: the parent folder of the models.
 
     Raises: EngineError with the reason if the model cannot be made.
     """
@@ -299,14 +282,7 @@ async def tiny_engines(
     cache: Path,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AsyncGenerator[list[LocalEngine]]:
-    """Serve tiny models on this CPU, the first one on core 0, the second one on core 1, and so on.
-
-    Leaving the context ends the engines.
-
-    Args:
-        shapes: the shape of each engine's model; see :func:`tiny_model`.
-        texts, cache: as for :func:`tiny_model`.
-        progress: called with a short message when a step begins.
+    """Make tiny models (:func:`tiny_model`) and serve them with :func:`engines_per_core`.
 
     Raises: EngineError if a model cannot be made or an engine does not start.
     """
@@ -320,22 +296,19 @@ async def tiny_engines(
 async def engines_per_core(
     models: Sequence[Path], progress: Callable[[str], None] = lambda _: None
 ) -> AsyncGenerator[list[LocalEngine]]:
-    """Serve models on this CPU, the first one on core 0, the second one on core 1, and so on.
+    """Serve models on this CPU, the first on core 0, the second on core 1, and so on.
 
-    Args:
-        models: the folders of the models.
-        progress: called with a short message when a step begins.
+    Leaving the context ends the engines. ``progress`` is called with a short message when a step
+    begins.
 
     Raises: EngineError if an engine does not start.
     """
     progress("importing SGLang, once for all engines")
     async with local_engines() as starter:
         progress(f"starting {len(models)} engines, one per core")
-        arguments = ["--max-total-tokens", str(_POOL_TOKENS), "--enable-cache-report"]
+        arguments = ["--max-total-tokens", "12000", "--enable-cache-report", *WITHOUT_OVERLAP]
         engines = [
-            await starter.start(
-                model, core=core, arguments=[*arguments, *WITHOUT_OVERLAP], wait=False
-            )
+            await starter.start(model, core=core, arguments=arguments, wait=False)
             for core, model in enumerate(models)
         ]
         for engine in engines:
@@ -347,16 +320,17 @@ async def engines_per_core(
 
 
 async def wait_for_costs(url: str) -> EngineInfo:
-    """Wait until an engine has measured what its forwards cost, or for as long as that may take.
+    """Wait until an engine has measured the costs of its forwards, for at most two minutes.
 
-    Requests meanwhile would be disturbed by it. One that shares a batch with a measurement may be
-    rounded differently, and then answered differently if two tokens are almost equally likely.
+    An earlier request would disturb the measurement. It could also share a batch with one, which
+    may round it differently and change the choice between two almost equally likely tokens.
 
-    Return what it says of itself then. Raises: PluginMissing if it has no plugin.
+    Raises: PluginMissing if the engine has no plugin.
     """
     async with EngineClient(url) as client:
         info = await client.info()
-        with anyio.move_on_after(_MEASURE_SECONDS):
+        # On a busy machine, an engine may be used before it has measured its costs.
+        with anyio.move_on_after(120.0):
             while info.costs is None:
                 await anyio.sleep(0.1)
                 info = await client.info()

@@ -1,4 +1,4 @@
-"""Use a server without the plugin: render and prefill prompts by the routes that it has.
+"""Use a server without the plugin: render and prefill prompts by its ordinary routes.
 
 :class:`StepCosts` decides when a prefill of a growing prompt pays.
 """
@@ -13,55 +13,50 @@ from dataclasses import dataclass
 from statistics import median_high
 from typing import Any, cast
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import BaseModel
 
 from flashmoa import errors
 from flashmoa.engine import wire
 from flashmoa.engine.refusals import Answer, make_abort_refusal
 from flashmoa.engine.wire import PromptUsage
 
-# What SGLang's /generate takes of a namespace; its OpenAI routes take all of it.
+# The namespace fields that SGLang's /generate accepts. Its OpenAI routes accept all.
 _GENERATE_FIELDS = {"extra_key", "lora_path"}
-# A GPU computes that many tokens hardly slower than one: fewer are not worth a request.
-LEAST_TOKENS = 64
-# The least if the server does not say what it found in its cache, so that costs are unknown.
-LEAST_UNMEASURED_TOKENS = 256
+# A GPU computes this number of tokens hardly slower than one, so fewer are not worth a request.
+MIN_STEP_TOKENS = 64
+# The same for a server that does not report cached tokens, so that costs are unknown.
+MIN_UNMEASURED_STEP_TOKENS = 256
 # Older measurements say little about a server whose load changes.
 _REMEMBERED_SECONDS = 60.0
-_REMEMBERED_STEPS = 32
-# Of a text that goes on for longer than expected, or whose length is unknown, this part of what has
-# been written is expected to come.
-_PART_TO_COME = 1 / 3
 
 
 class PlainServer:
     """Renders and prefills prompts on a server without the plugin.
 
     The server must convert messages to tokens and back (``/tokenize`` and ``/detokenize`` of SGLang
-    and vLLM). What is prefilled stays in its prefix cache, as the prompt of any request.
+    and vLLM). Prefilled prompts stay in its prefix cache, like the prompts of all requests.
 
     Args:
         call: sends a request: ``call(method, path, answer_type, body)``.
         model: the served model's name; by default the first one that the server lists.
 
     Attributes:
-        costs: what prefills have cost on this server.
+        costs: the costs of prefills on this server.
     """
 
     def __init__(self, call: Callable[..., Awaitable[Any]], model: str | None) -> None:
         self.costs = StepCosts()
         self._call = call
         self._model = model
-        # How many prefills are running, and how many have ever begun.
+        # Numbers of prefills that are running, and that have ever begun.
         self._running, self._begun = 0, 0
         self._has_generate = True
         self._reports_cached = False
 
     async def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
-        """Return the prompt of a chat request as the server's chat template renders it.
+        """Return the prompt of a chat as the server's chat template renders it.
 
-        Args:
-            fields: the other fields of the request that its prompt depends on.
+        ``fields`` are the request's other fields that shape the prompt.
 
         Raises:
             MalformedRequest: if the messages do not consist of text.
@@ -73,9 +68,9 @@ class PlainServer:
         with suppress(errors.PluginMissing, errors.BadAnswer):
             tokens = await self._tokenize({"messages": list(messages), **fields})
             body = {"tokens": tokens, "skip_special_tokens": False}
-            text = (await self._ask("/detokenize", _Detokenized, body)).text
-            # Some servers take something else, and some tokenizers change white space on the way.
-            # Such a text would have other tokens than the request.
+            text = (await self._ask("/detokenize", wire.RenderedText, body)).text
+            # Some servers ignore the messages, and some tokenizers change white space. Then the
+            # text has other tokens than the request.
             if tokens and await self._tokenize_text(text) == tokens:
                 return text
         raise errors.EngineError(
@@ -88,11 +83,8 @@ class PlainServer:
     ) -> tuple[PromptUsage, float | None]:
         """Prefill the beginning of a prompt that :meth:`render` has returned.
 
-        Args:
-            namespace: the namespace of the KV.
-
-        Returns: what the server says of it, with zeros if it says nothing; and how many seconds it
-            took, ``None`` if others ran beside it.
+        Returns: the server's usage report, with zeros if it reports none; and the seconds that the
+            prefill took, ``None`` if other prefills ran meanwhile.
 
         Raises: PluginMissing if the server has no route for it, and other EngineErrors.
         """
@@ -108,7 +100,7 @@ class PlainServer:
         return usage, time.monotonic() - start if is_alone else None
 
     async def models(self) -> dict[str, int | None]:
-        """Return its models' names, each with the context length in tokens if it says that.
+        """Return the names of the server's models, each with its context length, if reported.
 
         Raises: EngineError if it does not answer.
         """
@@ -124,7 +116,7 @@ class PlainServer:
         return await self._complete(tokens, namespace)
 
     async def _generate(self, tokens: list[int], namespace: Mapping[str, str]) -> PromptUsage:
-        """Prefill by SGLang's own route: it need not decode, and reports cached tokens always."""
+        """Prefill by SGLang's own route: it decodes no token, and always reports cached tokens."""
         sampling = {"max_new_tokens": 0, "temperature": 0.0}
         body = {"input_ids": tokens, "sampling_params": sampling, **namespace}
         meta = (await self._ask("/generate", _Generated, body)).meta_info
@@ -134,15 +126,14 @@ class PlainServer:
         return PromptUsage.model_validate(meta)
 
     async def _complete(self, tokens: list[int], namespace: Mapping[str, str]) -> PromptUsage:
-        # One token is the least that all servers understand: some refuse 0, and others take it for
-        # no limit.
+        # Not 0 tokens: some servers refuse that, and others take it for no limit.
         limits = {"model": await self.model(), "max_tokens": 1, "temperature": 0.0}
         body = {**limits, "prompt": tokens, **namespace}
         answer = await self._ask("/v1/completions", _Completed, body)
         usage = PromptUsage.from_openai(answer.usage or {})
         if usage.cached_tokens is not None:
             self._reports_cached = True
-        elif self._reports_cached:  # Such servers leave the field out if there are none.
+        elif self._reports_cached:  # The server leaves the field out if no token was cached.
             usage = usage.model_copy(update={"cached_tokens": 0})
         return usage
 
@@ -153,7 +144,7 @@ class PlainServer:
         return (await self._ask("/tokenize", wire.PromptTokens, body)).tokens
 
     async def model(self) -> str:
-        """Return the served model's name; that of the first one unless another was given."""
+        """Return the given model name, or the server's first one."""
         if self._model is None:
             # A server that is starting lists none yet.
             self._model = next(iter(await self.models()), None)
@@ -161,11 +152,6 @@ class PlainServer:
 
     async def _ask(self, path: str, answer: type[Answer], body: Mapping[str, Any]) -> Answer:
         return await self._call("POST", path, answer, body)
-
-
-class _Detokenized(BaseModel):
-    # SGLang's name, and vLLM's.
-    text: str = Field(validation_alias=AliasChoices("text", "prompt"))
 
 
 class _Generated(BaseModel):
@@ -189,12 +175,12 @@ class Models(BaseModel):
 
     @property
     def owners(self) -> set[str]:
-        """Who the models' owners are, which engines give as their own names."""
+        """The owners of the models. Inference engines give their own names."""
         return {model.owned_by for model in self.data}
 
     @property
     def context_lengths(self) -> dict[str, int | None]:
-        """The context length in tokens of each model, by its name; ``None`` if it is not said."""
+        """The models' context lengths in tokens by name; ``None`` for an unreported length."""
         return {model.id: model.max_model_len for model in self.data}
 
 
@@ -214,50 +200,47 @@ class _Step:
 
 
 class StepCosts:
-    """Measures what prefill steps cost on one server, and decides whether another one pays.
+    """Measures the costs of prefill steps on one server, and decides whether another step pays.
 
-    A *step* is a request that prefills a prompt as far as it is certain, and generates one token or
-    none. It computes the tokens that no earlier step has sent, which the prompt's own request then
-    finds in the server's prefix cache. What it costs beside these tokens is its overhead: the
-    request, and a forward apart from the decodes of other requests.
+    A *step* is a request that prefills the certain part of a prompt and generates at most one
+    token. It computes the tokens that no earlier step has sent. The prompt's own request then finds
+    them in the server's prefix cache. The *overhead* of a step is the time that it takes beside
+    these tokens: for the request, and for a forward apart from the decodes of other requests.
 
     The rule: a step is sent when the number of new tokens is at least
 
-    - ``LEAST_TOKENS``, or ``LEAST_UNMEASURED_TOKENS`` if the server does not report cached tokens;
+    - ``MIN_STEP_TOKENS``, or ``MIN_UNMEASURED_STEP_TOKENS`` if the server does not report cached
+      tokens;
     - the number of tokens that the server computes in the time of a step's overhead. So a step
-      takes at least as much time off the prompt's own request as its overhead takes of the server;
-    - the number of tokens that a step of the last minute missed of what the step before it left in
-      the cache: a cache keeps whole blocks, and fewer tokens may fill none;
-    - the number of tokens still to come, as far as text is being written (:func:`tokens_to_come`).
-      So each step takes at least half of what is left, and a text of L tokens has at most log2(L)
-      steps, of which the last leaves no more than about the minimum to the request.
+      saves the prompt's own request at least the time that its overhead costs the server;
+    - the most tokens of an earlier step that a step of the last minute did not find in the cache. A
+      cache keeps whole blocks, and fewer tokens may fill none;
+    - the number of tokens still to come while text is being written (:func:`tokens_to_come`). So
+      each step takes at least half of the remaining tokens, and a text of L tokens has at most
+      log2(L) steps. The last step leaves no more than about the minimum to the request.
 
-    If a step finds less than half of what the step before it left in the cache, the cache does not
-    keep prompts (it is off, too small, or that of another replica); no step pays for a minute.
+    If a step finds less than half of the previous step's tokens in the cache, the cache does not
+    keep prompts (it is off, too small, or another replica's). Then no step pays for a minute.
 
     The overhead is the median, over the steps of the last minute, of a step's time less its tokens'
-    time at the fastest rate of all these steps. It is zero after a single step. Only steps that ran
-    while this client had no other step on the server count.
-
-    Args:
-        clock: returns the time in seconds.
+    time at the fastest rate of these steps. It is zero after a single step. A step counts only if
+    this client had no other step on the server meanwhile.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._steps = deque[_Step](maxlen=_REMEMBERED_STEPS)
+        self._steps = deque[_Step](maxlen=32)
         self._is_reported = True
         self._lost_at = float("-inf")
 
     def add(self, prompt: int, cached: int | None, seconds: float | None, before: int) -> bool:
-        """Note a step. Return whether it found what the step before it left in the cache.
+        """Note a step. Return whether it found the previous step's tokens in the cache.
 
         Args:
             prompt: number of tokens of the prompt so far.
-            cached: number of these that were cached; ``None`` if the server does not say.
-            seconds: the time from sending the request to its answer; ``None`` if steps of other
-                prompts took part of it.
-            before: number of tokens of the step before it; 0 if it is the first one of a prompt.
+            cached: number of cached tokens of the prompt; ``None`` if the server does not tell.
+            seconds: the time from the request to its answer; ``None`` if other steps ran meanwhile.
+            before: number of tokens of the prompt's previous step; 0 for its first step.
         """
         self._is_reported = cached is not None
         if cached is None:
@@ -272,13 +255,13 @@ class StepCosts:
 
     @property
     def least_tokens(self) -> float:
-        """The number of new tokens from which on a step pays if none are still to come."""
+        """The least number of new tokens for a step to pay if no tokens are still to come."""
         if not self._is_reported:
-            return LEAST_UNMEASURED_TOKENS
+            return MIN_UNMEASURED_STEP_TOKENS
         since = self._clock() - _REMEMBERED_SECONDS
         recent = [step for step in self._steps if step.at >= since]
         missing = max((step.missing for step in recent), default=0)
-        return max(LEAST_TOKENS, missing, _overhead_tokens(recent))
+        return max(MIN_STEP_TOKENS, missing, _overhead_tokens(recent))
 
     def pays(self, new: float, to_come: float) -> bool:
         """Return whether a step pays now.
@@ -293,7 +276,7 @@ class StepCosts:
 
 
 def _overhead_tokens(steps: Sequence[_Step]) -> float:
-    """Return how many tokens the server computes in the time of a step's overhead."""
+    """Return the number of tokens that the server computes in the time of a step's overhead."""
     fastest = min((step.seconds / step.computed for step in steps), default=0.0)
     if fastest <= 0:
         return 0.0
@@ -301,15 +284,11 @@ def _overhead_tokens(steps: Sequence[_Step]) -> float:
 
 
 def tokens_to_come(written: float, expected: float | None) -> float:
-    """Return how many tokens of a text that is being written are still to come.
+    """Return the expected number of tokens still to come of a text that is being written.
 
-    A text whose length is unknown, or that is longer than expected, is taken to go on for a third
-    of its length so far: then steps are sent each time it has grown by half.
-
-    Args:
-        written: number of its tokens so far.
-        expected: its expected length in tokens, if that is known.
+    A text of unknown length, or longer than expected, is taken to grow by another third. So steps
+    are sent each time it has grown by half. ``expected`` is the expected length in tokens.
     """
     if expected is not None and expected > written:
         return expected - written
-    return written * _PART_TO_COME
+    return written / 3

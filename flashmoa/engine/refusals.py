@@ -25,17 +25,10 @@ _BY_CODE: dict[str, type[errors.RequestRefused]] = {
     "engine_busy": errors.EngineDraining,
     "draining": errors.EngineDraining,
 }
-# The exceptions for a status without such a code: refusals by SGLang itself and by a router have
-# none. Other statuses may mean something else: a proxy's 429 is not about prompt streams.
-_BY_STATUS: dict[int, type[errors.RequestRefused]] = {
-    400: errors.MalformedRequest,
-    413: errors.PromptTooLarge,
-    503: errors.EngineDraining,
-}
 
 
 def bad_answer(url: str, path: str) -> errors.BadAnswer:
-    """Return the exception for an answer that does not follow the API."""
+    """Return the exception for an answer that violates the API."""
     return errors.BadAnswer(
         f"the answer of {url}{path} is not an engine's. Is the URL right? "
         f"`flashmoa doctor --engine {url}` checks it."
@@ -65,7 +58,7 @@ def translate_errors(url: str) -> Generator[None]:
 def read_answer(response: httpx.Response, url: str, answer: type[Answer]) -> Answer:
     """Return an engine's answer as a value of the type ``answer``.
 
-    Raises: EngineError if it is an error, or of another form.
+    Raises: EngineError for an error, and for an answer of another form.
     """
     if response.is_error:
         raise make_refusal(response, url)
@@ -78,7 +71,7 @@ def read_answer(response: httpx.Response, url: str, answer: type[Answer]) -> Ans
 def make_refusal(response: httpx.Response, url: str) -> errors.EngineError:
     """Return the exception for an answer with an error status.
 
-    The API's stable ``code`` in the body decides, or if there is none, the HTTP status.
+    The API's stable ``code`` in the body decides. Without a code, the HTTP status does.
     """
     status = response.status_code
     code, message = _code_and_message(response)
@@ -109,24 +102,30 @@ def make_refusal(response: httpx.Response, url: str) -> errors.EngineError:
 def make_abort_refusal(reason: dict[str, Any]) -> errors.RequestRefused:
     """Return the exception for a request that SGLang accepted and aborted before it ran.
 
-    That happens if SGLang's queue is full or it shuts down.
-
-    Args:
-        reason: the request's ``finish_reason``.
+    SGLang does that if its queue is full, or if it shuts down. ``reason`` is the finish reason.
     """
     status = int(reason.get("status_code") or 503)
     return _by_status(status)(str(reason.get("message") or reason["type"]), status, "aborted")
 
 
 def _by_status(status: int) -> type[errors.RequestRefused]:
-    return _BY_STATUS.get(status, errors.RequestRefused)
+    """Return the exception for a refusal without a code, as SGLang and routers send it.
+
+    Other statuses may mean something else: a proxy's 429 is not about prompt streams.
+    """
+    kinds: dict[int, type[errors.RequestRefused]] = {
+        400: errors.MalformedRequest,
+        413: errors.PromptTooLarge,
+        503: errors.EngineDraining,
+    }
+    return kinds.get(status, errors.RequestRefused)
 
 
 def _code_and_message(response: httpx.Response) -> tuple[str | None, str]:
-    """Return an error's code, or ``None`` if it has none, and its message.
+    """Return an error's code, ``None`` if it has none, and its message.
 
-    SGLang's errors are ``{"error": {"message"}}``, ``{"message"}``, or plain text. For a model that
-    is not served, OpenAI's and smg's code is ``model_not_found``, and vLLM names the parameter.
+    SGLang's errors are ``{"error": {"message"}}``, ``{"message"}``, or plain text. For an unknown
+    model, OpenAI and smg have the code ``model_not_found``, and vLLM names the parameter.
     """
     try:
         body: Any = response.json()
@@ -135,7 +134,7 @@ def _code_and_message(response: httpx.Response) -> tuple[str | None, str]:
         if response.status_code == 404 and problem.get("param") == "model":
             code = "model_not_found"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        # A proxy's page has many lines and does not say whose it is.
+        # A proxy's page has many lines and does not name the proxy.
         text = " ".join(response.text.split())[:200]
         return None, f"{response.request.url} answers with status {response.status_code}: {text}"
     return (None if code is None or problem is body else str(code)), message

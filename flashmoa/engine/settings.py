@@ -14,10 +14,10 @@ class EngineSettings:
     Attributes:
         stream_ttl_seconds: how long the engine keeps what links have prefilled if this process
             vanishes.
-        without_plugin: what links do if the server does not have the plugin: ``prefill`` prompts in
-            a few steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
+        without_plugin: what links do on a server without the plugin: ``prefill`` prompts in a few
+            steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
 
-    Raises: ValueError if one of them is none of these, or not positive and finite.
+    Raises: ValueError for another choice, or seconds that are not positive and finite.
     """
 
     stream_ttl_seconds: float = 30.0

@@ -1,4 +1,4 @@
-"""Limit requests whose answers are of no use later (:class:`SoonAnswers`)."""
+"""Limit requests whose answers are useless later (:class:`SoonAnswers`)."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ import anyio
 
 from flashmoa import errors
 
-# What an engine's HTTP process does by itself, such as rendering a prompt, takes it milliseconds,
-# also while the engine is busy. What takes longer than this comes too late for most links.
+# An engine's HTTP process renders a prompt in milliseconds, even while the engine is busy. For most
+# links, an answer that takes longer than this comes too late.
 SOON_SECONDS = 2.0
-# How many of these requests an engine gets at once: its HTTP process answers them one by one, so
-# that of more the last ones would take long although nothing is wrong with it.
-MOST_AT_ONCE = 8
-# For how long an engine that took longer is not asked again.
-_SILENT_SECONDS = 10.0
+# The HTTP process answers one request at a time. With more requests, the last ones would take long
+# although nothing is wrong with the engine.
+MAX_IN_FLIGHT = 8
+# An engine that did not answer in time is asked again after this time.
+RETRY_SECONDS = 10.0
 
 
 class SoonAnswers:
     """Limits the requests to one engine that prepare prompts.
 
     Args:
-        url: the engine's, for errors.
+        url: the engine's URL, for errors.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
-        # The requests that may still be sent at once, in each event loop.
+        # Counts the requests in flight, in each event loop.
         self._free = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Semaphore]()
         self._answers = 0
-        self._silent_until = 0.0  # No request is sent before.
+        self._silent_until = 0.0  # No request is sent before this time.
 
     @asynccontextmanager
     async def limit(self) -> AsyncGenerator[None]:
-        """Limit a request in the block to :data:`SOON_SECONDS` from its sending.
+        """Limit the request in the block to :data:`SOON_SECONDS` from its sending.
 
-        It waits until few others are on their way to the engine. An engine that answers none of
-        them by then is not asked again for a few seconds: each request would hold a connection, and
-        the links that wait for it.
+        The request waits until few others are in flight. An engine that answers none of them in
+        this time is left alone for a while: each further request would hold up a connection and the
+        links that wait for its answer.
 
-        Raises: EngineTimeout if the engine does not answer by then, or has not answered lately.
+        Raises: EngineTimeout if the engine does not answer in time, or did not lately.
         """
         loop = asyncio.get_running_loop()
-        async with self._free.setdefault(loop, anyio.Semaphore(MOST_AT_ONCE)):
+        async with self._free.setdefault(loop, anyio.Semaphore(MAX_IN_FLIGHT)):
             if time.monotonic() < self._silent_until:
                 raise errors.EngineTimeout(
                     f"{self._url} did not answer in time a moment ago, so it is not asked to "
-                    f"prepare prompts for {_SILENT_SECONDS:g} s; see the engine's log"
+                    f"prepare prompts for {RETRY_SECONDS:g} s; see the engine's log"
                 )
             answers_before = self._answers
             try:
@@ -59,7 +59,7 @@ class SoonAnswers:
                     yield
             except TimeoutError as error:
                 if self._answers == answers_before:
-                    self._silent_until = time.monotonic() + _SILENT_SECONDS
+                    self._silent_until = time.monotonic() + RETRY_SECONDS
                 if isinstance(error, errors.EngineTimeout):
                     raise
                 raise errors.EngineTimeout(

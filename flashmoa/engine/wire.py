@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-_NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
-# What SGLang, vLLM and others give to chat templates, or to what encodes chats in their place.
+# Requests share KV only if they have the same values of these fields.
+NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
+# Fields that SGLang, vLLM and others pass to chat templates, or to their own chat encoders.
 _PROMPT_FIELDS = (
     "tools",
     "tool_choice",
@@ -21,28 +22,26 @@ _PROMPT_FIELDS = (
     "add_generation_prompt",
 )
 
-# Headers of requests, which leave bodies as they are: the id of a call that a client hears, the id
-# of its prompt stream, and the number of tokens that its answer is likely to have. Routers of
-# SGLang pass headers on whose names begin like these.
+# Request headers, used to leave bodies unchanged: the id of a call that a client listens to, the id
+# of the call's prompt stream, and the likely number of tokens of its answer. SGLang's routers
+# forward headers whose names begin like these.
 CALL_HEADER = "X-Request-Id-FlashMoA"
 STREAM_HEADER = f"{CALL_HEADER}-Stream"
 TOKENS_HEADER = f"{CALL_HEADER}-Tokens"
-# A front end of Dynamo passes the id of a call on in this one alone.
+# The id of a channel of calls.
+CHANNEL_HEADER = "X-FlashMoA-Channel"
+# A front end of Dynamo forwards the id of a call only in this header.
 DYNAMO_HEADER = "X-Dynamo-Request-Id"
 
 
 def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
     """Return the namespace of a request's KV: its cache salt, extra key and LoRA adapter, if any.
 
-    A prompt stream only serves requests of its own namespace. The adapter may be part of the
-    model's name, ``base:adapter``; the engine knows which part that is.
-
-    Args:
-        body: the body of a chat completion or a generation.
-
-    Returns: the fields to add to the body of the request that opens a prompt stream.
+    A prompt stream serves only requests of its own namespace, so the request that opens the stream
+    needs these fields, too. The adapter may be part of the model's name, ``base:adapter``; the
+    engine knows which part.
     """
-    values = {name: body.get(name) for name in _NAMESPACE_FIELDS}
+    values = {name: body.get(name) for name in NAMESPACE_FIELDS}
     fields = {name: value for name, value in values.items() if isinstance(value, str) and value}
     model = body.get("model")
     return {**fields, "model": model} if isinstance(model, str) and ":" in model else fields
@@ -51,33 +50,28 @@ def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
 def prompt_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat request that shape its prompt, without the messages.
 
-    A prediction has them all, or it is wrong from the first place that shows one that it lacks:
-    ``await engine.render(messages, **prompt_fields(body))``. What they mean is left to the server:
-    it shows a model no tools if ``tool_choice`` is ``none``, for instance.
-
-    Args:
-        body: the body of a chat completion, with what Python clients take as ``extra_body``.
-
-    Returns: the fields that are set, by the names that they have in the body.
+    A prediction needs them all: ``await engine.render(messages, **prompt_fields(body))``. It is
+    wrong from the first place where the prompt shows a missing field. The server interprets the
+    fields: with ``tool_choice`` ``none``, for instance, it shows the model no tools.
     """
     fields = {name: body.get(name) for name in _PROMPT_FIELDS}
     return {name: value for name, value in fields.items() if value not in (None, [], {})}
 
 
 class _EngineAnswer(BaseModel):
-    # An engine that is newer than this client may add fields.
+    # A newer engine may add fields.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class ExpertMemory(_EngineAnswer):
-    """Where the experts of one rank's model are.
+    """The places of one rank's experts.
 
-    ``layers`` is the number of layers with experts, ``slots`` that of slots on the device, each for
-    the experts of one layer after the first one. ``misses`` counts how often a forward waited for a
-    layer's experts. In bytes: on the device, ``resident``, the first layer's experts, and
-    ``in_slots``, the slots; of the other layers' experts, ``on_host``, those in host memory, which
-    replicas have in common, ``share``, those on this replica's device, and ``at_peers``, those on
-    the devices of other replicas.
+    ``layers`` is the number of layers with experts. A slot on the device has room for the experts
+    of one layer after the first; ``slots`` is the number of slots. ``misses`` counts the forwards
+    that waited for a layer's experts. The others are numbers of bytes. On the device, ``resident``
+    is the first layer's experts, and ``in_slots`` the slots. Of the other layers' experts,
+    ``on_host`` are in host memory, which replicas share, ``share`` on this replica's device, and
+    ``at_peers`` on the devices of other replicas.
     """
 
     layers: int
@@ -97,11 +91,11 @@ class KvState(_EngineAnswer):
     requests and by prompt streams. ``rode_along`` counts tokens of streams that were prefilled
     together with decode steps. ``experts`` is set with ``--flashmoa-asyncep``. In bytes:
     ``kv_bytes``, the size of the pool, and ``peak_bytes``, the most GPU memory that the rank's
-    process has used (main memory if there is no GPU). ``shares`` says whether requests that arrive
-    together compute a common prefix once; it is ``None`` if the engine keeps no KV of prompts, or
-    does not report it. ``no_rides`` and ``late_kv`` say why no tokens of streams share a forward
-    with decode steps, and why KV is found only once it is computed; they are empty if these are
-    not so, and ``None`` if the engine does not report it.
+    process has used (main memory without a GPU). ``shares`` says whether requests that arrive
+    together compute a common prefix once; ``None`` if the engine keeps no KV of prompts.
+    ``no_rides`` says why no tokens of streams share a forward with decode steps, and ``late_kv``
+    why KV can be found only once it is computed; both are empty if there is no such reason. Fields
+    that the engine does not report are ``None``.
     """
 
     dp_rank: int
@@ -124,7 +118,7 @@ class KvState(_EngineAnswer):
 class StreamedTokens(_EngineAnswer):
     """Tokens of the streams of text that have ended.
 
-    ``ahead`` are those of the ``total`` that were known, and could be prefilled, before the end.
+    ``ahead`` of the ``total`` tokens were known, and could be prefilled, before the text ended.
     """
 
     total: int
@@ -132,10 +126,10 @@ class StreamedTokens(_EngineAnswer):
 
 
 class Costs(_EngineAnswer):
-    """The duration of forwards in seconds: a decode step, and prefills as (tokens, seconds).
+    """The durations of forwards in seconds: a decode step, and prefills as (tokens, seconds).
 
-    Without context. Each token whose KV a decode step reads adds ``per_kv_token``, and each pair of
-    a prefilled token and one before it that is cached adds ``per_pair``.
+    They hold without context. Each token whose KV a decode step reads adds ``per_kv_token``. Each
+    pair of a prefilled token and an earlier, cached token adds ``per_pair``.
     """
 
     points: list[tuple[int, float]]
@@ -149,9 +143,8 @@ class Saturation(_EngineAnswer):
     """The smallest forward that hides the transfers of experts.
 
     ``tokens`` is its size, ``None`` if there is none; ``largest_forward`` is the size of the
-    engine's largest forward. ``transfer`` is the duration of transferring one layer's experts, in
-    seconds; ``windows`` are durations of computing one layer during a transfer, as (tokens,
-    seconds).
+    engine's largest forward. ``transfer`` is the time in seconds to transfer one layer's experts.
+    ``windows`` are durations of computing one layer during a transfer, as (tokens, seconds).
     """
 
     tokens: int | None
@@ -163,8 +156,8 @@ class Saturation(_EngineAnswer):
 class EngineInfo(_EngineAnswer):
     """The answer of ``GET /flashmoa/info``; ``costs`` is ``None`` until they are measured.
 
-    ``saturation`` is measured with ``--flashmoa-asyncep``. ``prefills_wait_for`` is the size of the
-    forward, in tokens, until which prefills are held back; ``None`` if they are not.
+    ``saturation`` is measured with ``--flashmoa-asyncep``. ``prefills_wait_for`` is the forward
+    size in tokens until which prefills are held back; ``None`` if they are not.
     """
 
     plugin: dict[str, str]
@@ -194,10 +187,10 @@ class Prefilled(_EngineAnswer):
 
 
 class StreamState(_EngineAnswer):
-    """The state of a prompt stream: its certain tokens, and how many of them have their KV.
+    """The state of a prompt stream: how many tokens it has received, and how many have KV.
 
-    ``computed_tokens`` were computed by its increments; the others were in the cache, or shared.
-    ``pace_seconds`` is how long to collect text before the next append.
+    The stream's own increments computed ``computed_tokens``; the other tokens were in the cache or
+    shared. A client should collect text for ``pace_seconds`` before the next append.
     """
 
     id: str
@@ -212,7 +205,7 @@ class StreamState(_EngineAnswer):
 
 
 class Span(_EngineAnswer):
-    """One prefill of a prompt stream: its times in Unix seconds, and the number of tokens."""
+    """One prefill of a prompt stream, with its times in Unix seconds."""
 
     start: float
     end: float
@@ -223,8 +216,8 @@ class StreamUse(_EngineAnswer):
     """How a request used its prompt stream.
 
     ``status`` is ``hit``, ``mispredicted``, or why the stream could not be used; see
-    ``docs/engine-api.md``. ``saved_seconds`` is the engine's estimate, from its measured costs, of
-    what computing the streamed tokens with the request would have added; ``None`` without these.
+    ``docs/engine-api.md``. ``saved_seconds`` estimates, from the engine's measured costs, the time
+    of computing the streamed tokens with the request; ``None`` without measured costs.
     """
 
     id: str
@@ -236,8 +229,8 @@ class StreamUse(_EngineAnswer):
 class PromptUsage(_EngineAnswer):
     """How a request's prompt was computed, in tokens.
 
-    ``prompt = cached + late``; of the cached ones, ``streamed`` were computed by the request's own
-    prompt stream before the request arrived. Fields that the engine does not report are ``None``.
+    ``prompt = cached + late``. The request's own prompt stream computed ``streamed`` of the cached
+    tokens before the request arrived. Fields that the engine does not report are ``None``.
     """
 
     prompt_tokens: int
@@ -277,9 +270,9 @@ class PromptUsage(_EngineAnswer):
 class Delta(_EngineAnswer):
     """One step of a generation: the text that it added; the last step has the ``usage``.
 
-    ``logprobs`` are the log-probabilities (natural logarithm) of its tokens, if requested.
-    ``reasoning`` is text that a parser on the engine has separated from the answer. ``tool_calls``
-    are pieces of calls as OpenAI's API has them; see :func:`add_tool_calls`.
+    ``logprobs`` are the log-probabilities (natural logarithm) of its tokens, if requested. A parser
+    on the engine has separated ``reasoning`` from the answer. ``tool_calls`` are pieces of calls in
+    the form of OpenAI's API; see :func:`add_tool_calls`.
     """
 
     text: str
@@ -292,10 +285,7 @@ class Delta(_EngineAnswer):
 
 
 class StreamFigures(_EngineAnswer):
-    """How a request used its prompt stream, which it has found by its prompt.
-
-    The fields are those of :class:`PromptUsage` with these names.
-    """
+    """How a request used a prompt stream that it found by its prompt; see :class:`PromptUsage`."""
 
     cached_tokens: int
     streamed_tokens: int
@@ -310,9 +300,9 @@ class DeletedStream(_EngineAnswer):
 
 
 class RenderedText(_EngineAnswer):
-    """The answer of ``POST /render`` and of ``POST /detokenize``."""
+    """The answer of ``POST /render`` and of ``POST /detokenize``. vLLM calls it a prompt."""
 
-    text: str
+    text: str = Field(validation_alias=AliasChoices("text", "prompt"))
 
 
 class PromptTokens(_EngineAnswer):

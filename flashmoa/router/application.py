@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from flashmoa.engine.wire import STREAM_HEADER
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.forwarding import (
@@ -32,7 +33,7 @@ from flashmoa.router.hearing import CALLS, HeardChannels
 from flashmoa.router.policy import PrefixAware
 from flashmoa.router.prompts import find_blocks
 
-# The policy decides to which engine these requests are sent, because they have a prompt.
+# The policy chooses the engine for these requests, because they have a prompt.
 POLICY_ROUTES = (
     *(CHAT, "/generate", STREAMS, "/prefill_only", "/v1/completions", "/v1/embeddings"),
     *("/v1/classify", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
@@ -40,10 +41,9 @@ POLICY_ROUTES = (
 # Any engine can answer these requests.
 _TEXT_ROUTES = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 _INFO_ROUTES = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
+# The capability of engines that add the text of their calls to prompt streams.
 _FOLLOWS = "follow"
-# Names a request's prompt stream, as ``prompt_stream_id`` does in its body.
-_STREAM_HEADER = "x-request-id-flashmoa-stream"
-_MAX_REMEMBERED_STREAMS = 100_000
+_MAX_STREAMS = 100_000
 
 
 def application(options: RouterOptions) -> Starlette:
@@ -85,15 +85,16 @@ class _Router:
                 yield
 
     async def send_by_policy(self, call: ForwardedRequest) -> Response:
-        """Send a request with a prompt to the engine that has its prompt stream, if one has it.
+        """Send a request with a prompt to the engine of its prompt stream, if there is one.
 
         Otherwise, or if that engine has left, the policy chooses the engine. A prompt stream is
         only a hint, because the request contains its whole prompt.
         """
         body = parse_object(call.body)
-        # KV events contain tokens. To ask for these takes milliseconds for each prompt.
+        # KV events contain token ids. Engines tell a prompt's tokens too, but that takes
+        # milliseconds, so they are asked only if KV events are followed.
         has_events = any(one.events for one in self._pool.engines.values())
-        stream = body.get("prompt_stream_id") or call.headers.get(_STREAM_HEADER)
+        stream = body.get("prompt_stream_id") or call.headers.get(STREAM_HEADER.lower())
         answer, engine = None, self._streams.get(str(stream))
         if engine is not None and engine.is_up:
             blocks = await find_blocks(body, self._connections, None, call.api_key)
@@ -112,7 +113,7 @@ class _Router:
         if call.path == STREAMS and engine is not None:
             if isinstance(opened := parse_object(answer.body).get("id"), str):
                 self._streams[opened] = engine
-            while len(self._streams) > _MAX_REMEMBERED_STREAMS:
+            while len(self._streams) > _MAX_STREAMS:
                 self._streams.popitem(last=False)
         return answer
 
@@ -121,7 +122,7 @@ class _Router:
         return answer or await self.send_to_any(call)
 
     async def info(self, call: ForwardedRequest) -> Response:
-        """Answer as an engine, but for streams that follow calls: both may be on two engines."""
+        """Answer as an engine that follows no calls: a stream may be on another engine."""
         answer = await self.send_to_any(call)
         told = parse_object(answer.body)
         capabilities: list[str] = told.get("capabilities") or []
@@ -156,8 +157,8 @@ class _Router:
     ) -> Response | None:
         """Return an engine's answer, or ``None`` if the engine has left without taking the request.
 
-        Raises: EngineLost if the engine does not answer and may have received the request. It is
-            not sent to another engine, because one that crashes engines must not crash all of them.
+        Raises: EngineLost if the engine does not answer and may have received the request. Another
+            engine does not get the request: it could crash all engines.
         """
         try:
             async with stack or AsyncExitStack() as stack:
@@ -170,7 +171,7 @@ class _Router:
             if lost.reached or engine.is_up:
                 raise
             return None
-        # An engine that shuts down refuses some requests before the router has noticed.
+        # An engine that shuts down may refuse a request before the router notices it.
         if answer.status_code == 503:
             await self._pool.recheck(engine)
             return answer if engine.is_up else None

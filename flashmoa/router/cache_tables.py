@@ -1,5 +1,5 @@
 """Represent prompts as hashes of their blocks (`Blocks`), and record what engines have cached and
-have yet to compute (`EngineTables`); pure. After MoE-Prefill, §7.2.
+have yet to compute (`EngineTables`). Pure. After MoE-Prefill, §7.2.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from hashlib import blake2b
 from flashmoa.router.flops import TOKENS, Measure
 
 BLOCK_TOKENS = 16
-# The usual length of a token of English text, which is used if no tokenizer is available.
-CHARACTERS_PER_TOKEN = 4
-# By how much an engine's threshold exceeds its largest forward, for the time between two forwards
-# (kappa in MoE-Prefill, Eq. 3).
+# An engine's threshold is this multiple of its largest forward, to bridge the time between two
+# forwards (kappa in MoE-Prefill, Eq. 3).
 SATURATION_MARGIN = 1.2
 
 
@@ -46,10 +44,10 @@ def token_blocks(tokens: Sequence[int], size: int = BLOCK_TOKENS, salt: str = ""
 
 
 def text_blocks(text: str, size: int = BLOCK_TOKENS, salt: str = "") -> Blocks:
-    """Return the blocks of a text whose tokens are not known, about ``size`` tokens each."""
+    """Return the blocks of a text whose tokens are unknown, about ``size`` tokens each."""
     encoded = text.encode("utf-32-le", errors="surrogatepass")
-    length = -(-len(text) // CHARACTERS_PER_TOKEN)
-    return _blocks(encoded, 4 * CHARACTERS_PER_TOKEN, length, size, salt)
+    token_bytes = 16  # A token of English text usually has four characters.
+    return _blocks(encoded, token_bytes, -(-len(encoded) // token_bytes), size, salt)
 
 
 def first_hash(salt: str) -> int:
@@ -58,14 +56,14 @@ def first_hash(salt: str) -> int:
 
 
 def next_hash(previous: int, content: bytes | memoryview) -> int:
-    """Return the hash of a block, given that of the block before it."""
+    """Return the hash of a block, given the previous block's hash."""
     digest = blake2b(previous.to_bytes(8, "little"), digest_size=8)
     digest.update(content)
     return int.from_bytes(digest.digest(), "little")
 
 
 def _blocks(encoded: bytes, width: int, length: int, size: int, salt: str) -> Blocks:
-    """Hash a prompt block by block. ``width``: number of bytes per token in ``encoded``."""
+    """Hash a prompt block by block. A token has ``width`` bytes in ``encoded``."""
     step = width * size
     view = memoryview(encoded)
     hashes: list[int] = []
@@ -81,26 +79,25 @@ class EngineTraits:
     """Describes an engine to the policy."""
 
     measure: Measure = TOKENS
-    # The threshold T: with so many tokens to compute, its forwards are full. None: never.
+    # The threshold T: with this number of uncomputed tokens its forwards are full. None: never.
     saturation: int | None = None
-    # The most blocks that its cache holds. None: any number.
+    # The number of blocks that fit its cache. None: unlimited.
     cache_blocks: int | None = None
 
 
 class BlockTable:
     """Records one engine's blocks, by hash.
 
-    *Committed* blocks are in the cache; of more than ``capacity``, the least recently used ones are
-    forgotten. *Pending* ones will be computed by requests that were sent to the engine. As both
-    count as a match, a burst of siblings goes to one engine (MoE-Prefill §B.2). An engine that has
-    a block has all blocks before it, because engines evict a prompt's end before its beginning.
+    *Committed* blocks are in the cache. The least recently used ones beyond ``capacity`` are
+    forgotten. *Pending* blocks will be computed by requests that were sent to the engine. Both
+    count as a match, so a burst of siblings goes to one engine (MoE-Prefill §B.2). An engine that
+    has a block has all earlier blocks of the prompt, because engines evict a prompt's end first.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        # Ordered by their last use, the oldest first.
+        # The least recently used block comes first.
         self._committed: dict[int, None] = {}
-        # The number of requests that will compute each block.
         self._pending: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -110,15 +107,15 @@ class BlockTable:
         return block in self._committed or block in self._pending
 
     def promises(self, block: int) -> int:
-        """Return the number of requests that will compute a block, or use it."""
+        """Return the number of requests that will compute or use a block."""
         return self._pending[block]
 
     def match(self, hashes: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks are committed or pending."""
+        """Return the number of a prompt's leading blocks that are committed or pending."""
         return bisect_left(hashes, True, key=lambda block: block not in self)
 
     def match_committed(self, hashes: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks are committed."""
+        """Return the number of a prompt's leading blocks that are committed."""
         return bisect_left(hashes, True, key=lambda block: block not in self._committed)
 
     def promise(self, hashes: Iterable[int]) -> None:
@@ -133,9 +130,9 @@ class BlockTable:
                 del self._pending[block]
 
     def commit(self, hashes: Sequence[int]) -> int:
-        """Add blocks to the cache. Return how many of them were only pending before."""
+        """Add blocks to the cache. Return the number of blocks that were only pending before."""
         fulfilled = 0
-        # An engine evicts the end of a prompt first, so its beginning counts as used last.
+        # Engines evict the end of a prompt first, so its beginning counts as used last.
         for block in reversed(hashes):
             known = self._committed.pop(block, block) is None
             fulfilled += not known and block in self._pending
@@ -145,24 +142,24 @@ class BlockTable:
         return fulfilled
 
     def evict(self, hashes: Iterable[int] | None) -> None:
-        """Remove blocks from the cache, or all; pending blocks stay pending."""
+        """Remove blocks from the cache; ``None`` removes all. Pending blocks stay pending."""
         for block in tuple(self._committed) if hashes is None else hashes:
             self._committed.pop(block, None)
 
 
 class PrefillLoad:
-    """Adds up one engine's load ``W`` (``total``): what its requests have left, without prefixes.
+    """Adds up one engine's load ``W`` (``total``): its requests' uncomputed work beyond prefixes.
 
     Engines report progress in tokens and not by request, so it is subtracted from the oldest
-    requests first. Because costs are whole numbers that add up exactly, the load does not drift,
-    is never negative, and is 0 when nothing is left (MoE-Prefill §7.3, §B.2).
+    requests first. Costs are whole numbers that add up exactly. So the load does not drift, is
+    never negative, and is 0 when no work is left (MoE-Prefill §7.3, §B.2).
     """
 
     def __init__(self, measure: Measure) -> None:
         self.measure = measure
         self.total = 0
         self.tokens = 0
-        # The next token and the end of each prompt with work left, by request in order of arrival.
+        # Each unfinished request's next token and prompt length, in order of arrival.
         self._left: dict[str, tuple[int, int]] = {}
 
     def add(self, request: str, start: int, end: int) -> None:
@@ -184,7 +181,7 @@ class PrefillLoad:
             tokens -= end - start
 
     def finish(self, request: str) -> None:
-        """Subtract all that is left of a request; harmless to repeat."""
+        """Subtract a request's remaining work. Repeating this changes nothing."""
         start, end = self._left.pop(request, (0, 0))
         self._change(start, end, -1)
 

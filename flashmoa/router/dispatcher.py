@@ -23,7 +23,7 @@ class NoEngine(RouterError):
 
 
 class Placement(AnswerObserver):
-    """Assigns a request to an ``engine``, which is empty until it is decided, or if none is left.
+    """A request's ``engine``: empty until it is decided, and if no engine is left.
 
     The first piece of the answer shows that the prompt is computed.
     """
@@ -35,7 +35,7 @@ class Placement(AnswerObserver):
         self._dispatcher = dispatcher
 
     def receive(self, content: bytes) -> None:
-        # Only the first piece is news; a round of routing would be lost on the others.
+        # Only the first piece is news. Later ones must not cause a round of routing.
         if self._dispatcher.policy.finish_prefill(self.waiting.request):
             self._dispatcher.reconsider()
 
@@ -54,7 +54,7 @@ class Dispatcher:
 
     @asynccontextmanager
     async def place(self, blocks: Blocks) -> AsyncGenerator[Placement]:
-        """Wait for an engine for a prompt. The request ends when the context is left.
+        """Wait for an engine for a prompt. Leaving the context ends the request.
 
         Raises: NoEngine if no engine is left.
         """
@@ -72,7 +72,7 @@ class Dispatcher:
             self.reconsider()
 
     def reconsider(self) -> None:
-        """Wake the requests whose engine is decided, or all of them if no engine is left."""
+        """Wake the requests that have an engine now. If no engine is left, wake all."""
         decided: dict[str, str] = {}
         if not self.policy.engines:
             decided = dict.fromkeys(self._queue, "")

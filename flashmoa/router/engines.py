@@ -1,4 +1,4 @@
-"""Watch engines: those that are ready join the policy, and the others leave it (`EnginePool`)."""
+"""Watch engines: let ready ones join the policy, and the others leave it (`EnginePool`)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,16 @@ from flashmoa.router.policy import PrefixAware
 
 logger = logging.getLogger(__name__)
 
-_PROBE_SECONDS = 5.0
-# The tokens of a forward and of a cache, if an engine does not report them.
-_BATCH_TOKENS, _CACHE_TOKENS = 8192, 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
     """Configures a router.
 
     Attributes:
-        api_key: for the router's own requests to the engines; a client's have the client's.
+        api_key: for the router's own requests. Clients' requests have the clients' keys.
         model_config: the model's ``config.json``, if it is not at the path that the engines report.
-        saturation_margin: how many forwards' tokens wait at an engine before others get requests;
-            if it is 0, engines take every request.
+        saturation_margin: an engine is full when its uncomputed tokens fill this number of its
+            largest forwards; 0: never.
     """
 
     engines: Sequence[str]
@@ -50,23 +46,23 @@ class RouterOptions:
 
 @dataclass(slots=True)
 class RoutedEngine:
-    """Holds the router's state of one engine, which gets requests while it ``is_up``."""
+    """One engine's state in the router. The engine gets requests while it ``is_up``."""
 
     url: str
     is_up: bool = False
-    # Where it publishes KV events, and the scope in which these are followed.
+    # The address of its KV events, and the cancel scope of the task that follows them.
     events: str | None = None
     following: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # When it was last probed because a request had failed; such probes hold the lock.
+    # The time of the last probe after a failed request; such probes hold the lock.
     checked: float = 0.0
     lock: anyio.Lock = field(default_factory=anyio.Lock)
 
 
 class EnginePool:
-    """Probes engines; those that are ready join the dispatcher, and the others leave it.
+    """Probes engines; ready ones join the dispatcher, and the others leave it.
 
-    The work of all engines is counted in one measure, that of the first one that joins, since loads
-    in FLOPs and in tokens cannot be compared.
+    The work of all engines is counted in one measure, since loads in FLOPs and in tokens cannot be
+    compared. The first engine that joins decides the measure.
     """
 
     def __init__(
@@ -83,7 +79,7 @@ class EnginePool:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Watch the engines during this context, which is entered once each was probed."""
+        """Watch the engines during this context. It begins once each was probed."""
         async with anyio.create_task_group() as self._tasks:
             async with anyio.create_task_group() as first_probes:
                 for engine in self.engines.values():
@@ -101,7 +97,7 @@ class EnginePool:
             await self.probe(engine)
 
     async def probe(self, engine: RoutedEngine) -> None:
-        """Ask whether an engine takes requests; a silent one may be busy, and stays as it is."""
+        """Ask whether an engine takes requests. A silent one may be busy, and keeps its state."""
         answers = await self._answers(engine)
         if answers is False and engine.is_up:
             self._leave(engine)
@@ -109,7 +105,7 @@ class EnginePool:
             self._let_in(engine, traits)
 
     async def recheck(self, engine: RoutedEngine) -> None:
-        """Let an engine leave that has failed a request, unless it answers a probe.
+        """Let an engine that has failed a request leave, unless it answers a probe.
 
         Requests that failed before a probe began share its result.
         """
@@ -122,13 +118,13 @@ class EnginePool:
 
     async def _answers(self, engine: RoutedEngine) -> bool | None:
         """Return whether an engine takes requests; ``None`` if it is silent."""
-        # ``/health`` would not do, because SGLang generates a token to answer it. An engine
-        # without the plugin answers 404, and one that shuts down 503.
+        # Not ``/health``: SGLang generates a token to answer it. An engine without the plugin
+        # answers 404, and one that shuts down 503.
         answer = await self._ask(engine, "/health/ready")
         return None if answer is None else answer.status_code < 500
 
     def next_engine(self) -> RoutedEngine:
-        """Return an engine, each in turn. Raises: NoEngine if none is up."""
+        """Return the engines in turn, one at a call. Raises: NoEngine if none is up."""
         if not (up := [engine for engine in self.engines.values() if engine.is_up]):
             raise NoEngine
         return up[next(self._turn) % len(up)]
@@ -145,23 +141,23 @@ class EnginePool:
     def _leave(self, engine: RoutedEngine) -> None:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""
         engine.is_up = False
-        # One that has restarted may publish elsewhere, and has another cache.
+        # After a restart, an engine has an empty cache and may publish events elsewhere.
         engine.following.cancel()
         self._dispatcher.policy.leave(engine.url)
-        self._dispatcher.reconsider()  # If no engine is left, every request that waits fails.
+        self._dispatcher.reconsider()  # If no engine is left, every waiting request fails.
         text = "%s is shutting down or does not answer; it gets no requests until it is ready again"
         logger.warning(text, engine.url)
 
     async def _ask(self, engine: RoutedEngine, path: str) -> Response | None:
-        """Return an engine's answer; ``None`` if it is silent, and 503 if it is not there."""
+        """Return an engine's answer; ``None`` if it is silent, 503 if nothing listens there."""
         url = engine.url + path
         try:
-            return await self._connections.ask(url, self._headers, seconds=_PROBE_SECONDS)
+            return await self._connections.ask(url, self._headers)
         except EngineLost as lost:
             return None if lost.reached else Response(status_code=503)
 
     async def _ask_object(self, engine: RoutedEngine, path: str) -> dict[str, Any] | None:
-        """Return what an engine tells at a path; ``None`` if it should be asked again later."""
+        """Return the object that an engine answers; ``None`` if it should be asked again later."""
         answer = await self._ask(engine, path)
         if answer is None or answer.status_code >= 500:
             return None
@@ -181,11 +177,11 @@ class EnginePool:
         except ValueError as error:
             logger.warning("KV events of %s are not followed: %s", engine.url, error)
             engine.events = None
-        # The settings are those of one data-parallel rank, among which the engine itself chooses.
-        ranks = _positive(settings, "dp_size", 1)
-        forward = _positive(settings, "chunked_prefill_size", _BATCH_TOKENS)
+        # The settings hold for one data-parallel rank. The engine itself chooses the rank.
+        ranks = _positive(settings, "dp_size", default=1)
+        forward = _positive(settings, "chunked_prefill_size", default=8192)
         batch = ranks * _positive(plugin, "largest_forward", forward)
-        tokens = ranks * _positive(settings, "max_total_num_tokens", _CACHE_TOKENS)
+        tokens = ranks * _positive(settings, "max_total_num_tokens", default=1 << 20)
         chosen = self._measure or await self._choose_measure(settings)
         self._measure = self._measure or chosen  # Another engine may have joined meanwhile.
         margin = self._options.saturation_margin

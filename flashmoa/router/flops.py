@@ -1,7 +1,7 @@
-"""Compute what a part of a prompt costs, in FLOPs or in tokens; pure.
+"""Compute what a part of a prompt costs, in FLOPs or in tokens. Pure.
 
 All costs are whole numbers and add up exactly: ``work(a, b) + work(b, c) == work(a, c)``. So a load
-does not drift if a request's cost raises it and each computed part of the prompt lowers it.
+that grows by a request's cost, and falls with each computed part of the prompt, does not drift.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from flashmoa.errors import FlashMoAError
 
-# The MLPs of these model types have two matrices; those of other models have three.
+# The MLPs of these model types have two matrices, other MLPs three.
 _UNGATED = {"gpt_neox", "nemotron", "phi", "starcoder2"}
-# Kinds in a config's ``layer_types``: layers that attend to the whole prompt, and to a window.
+# Values in ``layer_types`` for layers that attend to the whole prompt, and to a window.
 _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -22,10 +22,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Measures work by what each token costs, and each pair of a query and a key.
+    """Measures work by the costs of each token and of each pair of a query and a key.
 
     The vocabulary's matrix is left out, because prefill applies it to only one token of a prompt.
-    Layers that attend to a window only cost the whole window per token, in ``linear``.
+    Layers that attend only to a window cost the whole window per token, which ``linear`` contains.
     """
 
     linear: int
@@ -45,14 +45,16 @@ TOKENS = Measure(1, unit="tokens")
 
 
 class UnknownShape(FlashMoAError, ValueError):
-    """Raised when a model's config does not determine what a token costs; count tokens instead."""
+    """Raised when a model's config does not determine a token's cost; count tokens instead."""
 
 
 def true_flops(config: Mapping[str, Any]) -> Measure:
-    """Return the FLOPs of a decoder, given its ``config.json`` in the format of Hugging Face.
+    """Return the FLOPs of a decoder, given its ``config.json`` in Hugging Face's format.
 
-    It may be a mixture of experts and have latent attention (MLA) and sliding windows. Raises:
-        UnknownShape, naming the field, for another model; ValueError if it is no object.
+    The model may be a mixture of experts, and have latent attention (MLA) and sliding windows.
+
+    Raises: UnknownShape, naming the field, for another model; ValueError for a config that is no
+        object.
     """
     try:
         fields = _Config({**(config.get("text_config") or config)})
@@ -68,7 +70,7 @@ def true_flops(config: Mapping[str, Any]) -> Measure:
 
 
 class _Config:
-    """Reads the fields of a model's config; fields that are null count as missing."""
+    """Reads the fields of a model's config; null fields count as missing."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -79,7 +81,7 @@ class _Config:
     def number(self, *names: str, default: int | None = None) -> int:
         """Return the first of these fields that is a number.
 
-        Raises: UnknownShape if none is, unless all are missing and there is a default.
+        Raises: UnknownShape if no field is one, unless all are missing and there is a default.
         """
         given = [self.values.get(name) for name in names]
         for value in given:
@@ -94,7 +96,7 @@ class _Config:
 
 
 def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
-    """Return how many layers attend to the whole prompt, and how many to a window."""
+    """Return the numbers of layers that attend to the whole prompt, and to a window."""
     if kinds := list(map(str, config.values.get("layer_types") or ())):
         full = sum(kind in _FULL for kind in kinds)
         windowed = sum(kind in _WINDOWED for kind in kinds)
@@ -119,7 +121,7 @@ def _grouped_attention(config: _Config) -> tuple[int, int]:
 
 
 def _latent_attention(config: _Config) -> tuple[int, int]:
-    """Return what :func:`_grouped_attention` does, for DeepSeek's latent attention.
+    """Return the same as :func:`_grouped_attention` for DeepSeek's latent attention.
 
     Keys and values are expanded, as in prefill.
     """
@@ -151,5 +153,5 @@ def _mlp_parameters(config: _Config, layer: int) -> int:
     used = config.number("num_experts_per_tok", "experts_per_token")
     shared = config.number("n_shared_experts", default=0) * width
     shared += config.number("shared_expert_intermediate_size", default=0)
-    # The layer's gate, which chooses the experts, has a column for each of them.
+    # The layer's gate, which chooses the experts, has a column for each expert.
     return hidden * (3 * (used * width + shared) + experts)

@@ -34,23 +34,20 @@ _UNFORWARDED_HEADERS = {
     *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
     *("proxy-authenticate", "proxy-authorization", "proxy-connection"),
     "expect",  # The router has read the whole body before it forwards the request.
-    # The HTTP client and server write these themselves.
+    # The HTTP client and server set these themselves.
     *("host", "content-length", "content-encoding", "accept-encoding", "date", "server"),
 }
-# TCP shows within half a minute that a host has vanished without closing its connections: probes,
-# while the router waits for a long answer, and a limit, while a request is not acknowledged.
-_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class RouterError(FlashMoAError):
-    """Raised when a router cannot serve a request; the client gets the status and the message."""
+    """Raised when a router cannot serve a request; its client gets the status and the message."""
 
     status = 500
 
 
 class EngineLost(RouterError):
-    """Raised when an engine fails before any of its answer was passed on to the client.
+    """Raised when an engine fails before its answer has begun to reach the client.
 
     Attributes:
         reached: whether the engine may have received the request, and may have crashed on it.
@@ -65,10 +62,10 @@ class EngineLost(RouterError):
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A client's request, with the headers that are forwarded, in lower case.
+    """A client's request, with the forwarded headers, in lower case.
 
     Attributes:
-        path: decoded path.
+        path: the decoded path.
         target: the path and the query as the client sent them, in ASCII.
     """
 
@@ -80,7 +77,7 @@ class ForwardedRequest:
 
     @property
     def api_key(self) -> dict[str, str]:
-        """The header with the client's API key, for the router's questions on its behalf."""
+        """The header with the client's API key, for questions on the client's behalf."""
         return {k: v for k, v in self.headers.items() if k == "authorization"}
 
 
@@ -124,12 +121,12 @@ def make_endpoint(
             if len(body) > max_body_bytes:
                 message = f"the body is larger than {max_body_bytes} bytes; send a smaller request"
                 raise HTTPException(413, message)
-        # ``request.url`` would be wrong, because it contains the Host header that the client sent.
+        # Not ``request.url``, which contains the Host header that the client sent.
         scope = request.scope
         path, query = scope["raw_path"], scope["query_string"]
-        if not path.startswith(b"/"):  # After an engine's URL it could name another host.
+        if not path.startswith(b"/"):  # Appended to an engine's URL, it could name another host.
             raise HTTPException(404)
-        # Some web servers accept other bytes, but every engine accepts visible ASCII.
+        # Some web servers accept other bytes; every engine accepts visible ASCII.
         target = quote(path + b"?" + query if query else path, safe=_VISIBLE_ASCII)
         headers = select_forwarded_headers(request.headers)
         call = ForwardedRequest(request.method, scope["path"], target, headers, bytes(body))
@@ -141,7 +138,7 @@ def make_endpoint(
 
 
 def parse_object(text: str | bytes | memoryview) -> dict[str, Any]:
-    """Return the JSON object in ``text``; an empty one if there is none, which engines report."""
+    """Return the JSON object in ``text``; ``{}`` for another text, which engines then refuse."""
     try:
         value = json.loads(text if isinstance(text, str) else bytes(text).decode())
     except (ValueError, RecursionError):
@@ -160,17 +157,17 @@ class AnswerObserver:
     """Reads an answer while the router relays it."""
 
     def receive(self, content: bytes) -> None:
-        """Process the next piece of a stream, or all of a successful answer without streaming."""
+        """Process the next piece of a stream, or a whole successful answer."""
 
     def end(self, ending: str) -> None:
         """Process the end of the answer: ``answered``, ``refused``, ``left`` or ``lost``."""
 
 
 class Connections:
-    """Sends requests to engines with aiohttp; httpx would take most of the router's own time.
+    """Sends requests to engines with aiohttp. Httpx would take most of the router's own time.
 
-    Each request has a connection of its own. SGLang closes one that is idle, or has answered with
-    status 500, without notice, and a request that is sent just then would be lost.
+    Each request has a connection of its own: SGLang closes an idle connection, or one that has
+    answered with status 500, without notice, and a request sent at that moment would be lost.
     """
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
@@ -180,7 +177,12 @@ class Connections:
         self._endings = Counter("flashmoa_router_requests", about, labels, registry=self.counted)
 
     async def ask(
-        self, url: str, headers: Mapping[str, str], body: bytes | None = None, *, seconds: float
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        *,
+        seconds: float = 5.0,
     ) -> Response | None:
         """Send a small request of the router's own. Return ``None`` if no answer comes in time.
 
@@ -195,7 +197,7 @@ class Connections:
     async def read_lines(
         self, url: str, headers: Mapping[str, str], receive: Callable[[Sequence[bytes]], None]
     ) -> int:
-        """Give ``receive`` the whole lines of a channel until it ends. Return its status.
+        """Pass the whole lines of a channel to ``receive`` until it ends. Return its status.
 
         Raises: EngineLost if the engine does not answer, or breaks off.
         """
@@ -216,10 +218,12 @@ class Connections:
         observer: AnswerObserver | None = None,
         stack: AsyncExitStack | None = None,
     ) -> Response:
-        """Return the engine's answer: a whole one, or a stream that is relayed as it is read.
+        """Return the engine's whole answer, or a stream that relays it to the client.
 
         If the client leaves, the engine's request is aborted. ``stack`` is closed when the answer
-        has ended. Raises: EngineLost if there is no answer.
+        has ended.
+
+        Raises: EngineLost if there is no answer.
         """
         observer = observer or AnswerObserver()
 
@@ -245,7 +249,7 @@ class Connections:
     async def _send(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """Return an answer, which the caller closes, and its content; ``None`` for a stream's."""
+        """Return an answer, which the caller closes, and its content; ``None`` for a stream."""
         target = URL(url, encoded=True)
         with _engine_lost(target):
             answer = await self._http.request(
@@ -257,7 +261,7 @@ class Connections:
 
 @contextmanager
 def _engine_lost(url: URL) -> Generator[None]:
-    """Raise EngineLost in the place of aiohttp's errors."""
+    """Raise EngineLost in place of aiohttp's errors."""
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -272,10 +276,10 @@ async def open_connections() -> AsyncGenerator[Connections]:
     connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_make_probed_socket)
     async with aiohttp.ClientSession(
         connector=connector,
-        # An answer may take any time: the router's clients decide how long they wait for it.
+        # The router's clients decide how long they wait for an answer.
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
         auto_decompress=False,
-        # Only the client's own are sent.
+        # The client's own headers are forwarded instead.
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         cookie_jar=aiohttp.DummyCookieJar(),
     ) as http:
@@ -283,17 +287,21 @@ async def open_connections() -> AsyncGenerator[Connections]:
 
 
 def _make_probed_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for aiohttp that probes its peer. ``address``: see ``getaddrinfo``."""
+    """Return a socket that notices within half a minute that its peer's host has vanished.
+
+    While an answer takes long, probes notice it; while a request is unacknowledged, a limit does.
+    """
+    seconds = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
     probed = socket.socket(*address[:3])
     probed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES.items():
+    for name, value in seconds.items():
         if (option := getattr(socket, name, None)) is not None:
             probed.setsockopt(socket.IPPROTO_TCP, option, value)
     return probed
 
 
 class _RelayedStream(StreamingResponse):
-    """Relays a stream to the client, and releases everything even if the client never reads it."""
+    """Relays a stream to a client, and releases everything even if the client never reads it."""
 
     def __init__(
         self,
@@ -329,7 +337,7 @@ class _RelayedStream(StreamingResponse):
             self._ending = "answered"
         except (aiohttp.ClientError, TimeoutError) as error:
             self._ending = "lost"
-            # The engine may have sent only the beginning of an event.
+            # The engine may have sent an incomplete event.
             if not piece.endswith(_EVENT_END):
                 yield _EVENT_END
             message = str(EngineLost(str(error) or type(error).__name__))

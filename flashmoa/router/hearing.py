@@ -1,4 +1,4 @@
-"""Let clients hear what several engines write of their calls, on one channel (`HeardChannels`)."""
+"""Merge several engines' reports about a client's calls into one channel (`HeardChannels`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from flashmoa._starlette import while_connected
+from flashmoa.engine.wire import CALL_HEADER, CHANNEL_HEADER
 from flashmoa.router.forwarding import (
     Connections,
     EngineLost,
@@ -22,23 +23,19 @@ from flashmoa.router.forwarding import (
 )
 
 CALLS = "/flashmoa/calls"
-CALL_HEADER = "x-request-id-flashmoa"
-_CHANNEL_HEADER = "x-flashmoa-channel"
 _CHANNEL_ID = re.compile(r"[0-9a-f]{16}")
-# The id of a call begins with the id of its channel.
+# A call's id begins with its channel's id.
 _CALL_ID = re.compile(r"([0-9a-f]{16})[0-9a-f]{16}")
 _LISTENING = b'{"listening":true}'
-# An empty line after this time without news tells that the channel is open.
-_ALIVE_SECONDS = 5.0
-# Bytes that may wait for a client that does not read.
+# A client that lets more bytes wait than this loses its channel.
 _MAX_WAITING_BYTES = 16 << 20
 
 
 class HeardChannels:
-    """The channels that clients have open, and the calls in flight that name a channel.
+    """The clients' open channels, and the calls in flight that name a channel.
 
-    For a channel, the router listens to the engines that have had a call of this channel. An engine
-    tells a call from its beginning, so the router may begin to listen while the call runs.
+    The router listens for a channel to each engine that has had a call of this channel. An engine
+    reports a call from its beginning, so the router may begin to listen while the call runs.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -48,31 +45,32 @@ class HeardChannels:
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def open(self, call: ForwardedRequest) -> Response:
-        """Answer a request for a channel, or refuse it. An older channel of the same id is closed.
+        """Open a channel, or refuse it, and close an older channel of the same id.
 
         The caller has checked the client's API key.
         """
-        channel_id = call.headers.get(_CHANNEL_HEADER, "")
+        channel_id = call.headers.get(CHANNEL_HEADER.lower(), "")
         if not _CHANNEL_ID.fullmatch(channel_id):
             message = (
-                "X-FlashMoA-Channel must have 16 hexadecimal digits in lower case, with which the "
+                f"{CHANNEL_HEADER} must have 16 hexadecimal digits in lower case, with which the "
                 "ids of the calls begin."
             )
             return make_error_response(400, message, "malformed")
         return _Channel(self, channel_id, self._connections, call)
 
     def close(self) -> None:
-        """End the channels of all clients, which do not end by themselves."""
+        """End all channels, which do not end by themselves."""
         for channel in self._open.values():
             channel.close()
 
     @contextmanager
     def calling(self, headers: Mapping[str, str], *engines: str) -> Generator[None]:
-        """Listen to the engines that may get a call, which is in flight during this context.
+        """Listen to the engines that may get a call. It is in flight during this context.
 
-        Args: headers: the call's, in lower case.
+        Args:
+            headers: the call's headers, in lower case.
         """
-        named = headers.get(CALL_HEADER, "").replace("-", "").lower()
+        named = headers.get(CALL_HEADER.lower(), "").replace("-", "").lower()
         found = _CALL_ID.fullmatch(named)
         calls = [(found[1], engine) for engine in engines] if found else []
         self._calls.update(calls)
@@ -103,7 +101,7 @@ class HeardChannels:
 
 
 class _Channel(StreamingResponse):
-    """One client's channel, with the lines of all engines that the router listens to."""
+    """One client's channel, with the lines from all engines that the router listens to."""
 
     def __init__(
         self,
@@ -135,13 +133,13 @@ class _Channel(StreamingResponse):
             self._group.cancel_scope.cancel()
 
     def listen_to(self, engine: str) -> None:
-        """Begin to listen to an engine, unless the router listens to it already."""
+        """Listen to an engine, unless the router does already."""
         if engine not in self._listened and not self._is_closed:
             self._listened[engine] = anyio.CancelScope()
             self._group.start_soon(self._listen, engine)
 
     def close(self) -> None:
-        """End the channel: another one takes its place, or its client does not read."""
+        """End the channel: another one replaces it, or its client does not read."""
         self._is_closed = True
         self._waiting.clear()
         self._changed.set()
@@ -155,8 +153,8 @@ class _Channel(StreamingResponse):
                 url = engine + self._call.target
                 status = await self._connections.read_lines(url, self._call.headers, self._tell)
             except EngineLost:
-                pass  # Whoever waits for a call on this engine gets an error.
-        # An engine that has no such route is not asked again at each call.
+                pass  # The clients of calls on this engine get an error.
+        # An engine without this route is not asked again at each call.
         if status != 404:
             del self._listened[engine]
 
@@ -172,7 +170,8 @@ class _Channel(StreamingResponse):
     async def _read(self) -> AsyncGenerator[bytes]:
         yield _LISTENING + b"\n"
         while not self._is_closed:
-            with anyio.move_on_after(_ALIVE_SECONDS):
+            # After 5 s without news, an empty line shows that the channel is open.
+            with anyio.move_on_after(5.0):
                 await self._changed.wait()
             self._changed = anyio.Event()
             lines, self._waiting = self._waiting, bytearray()

@@ -1,4 +1,4 @@
-"""Follow SGLang's KV events over ZMQ (``--kv-events-config``), which report an engine's cache."""
+"""Follow SGLang's KV events over ZMQ (``--kv-events-config``). They report an engine's cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STORED = (
 
 
 def parse_event_source(url: str, settings: Mapping[str, Any]) -> str | None:
-    """Return an engine's ZMQ address, or ``None``. Raises: ValueError if that cannot be used."""
+    """Return an engine's ZMQ address, or ``None``. Raises: ValueError if it is unusable."""
     config = parse_object(str(settings.get("kv_events_config")))
     if config.get("publisher") != "zmq":
         return None
@@ -49,7 +49,7 @@ def parse_event_source(url: str, settings: Mapping[str, Any]) -> str | None:
 
 
 class _Page(NamedTuple):
-    """The state of a prompt at the end of one page: its last block, and the tokens after that."""
+    """A prompt up to the end of one page: its last block, and the tokens after that block."""
 
     block: int
     rest: tuple[int, ...] = ()
@@ -60,8 +60,8 @@ class _Page(NamedTuple):
 class PageMirror:
     """Translates the pages in one engine's cache into the router's block hashes.
 
-    An engine's KV events identify a page by a hash that only the engine can compute, and give its
-    tokens and the page before it. Pages may be shorter than blocks (``size``), down to one token.
+    KV events name a page by a hash that only the engine can compute, and tell its tokens and its
+    parent page. Pages may be shorter than blocks (``size``), down to one token.
     """
 
     def __init__(self, size: int = BLOCK_TOKENS) -> None:
@@ -76,7 +76,7 @@ class PageMirror:
         page_size: int,
         salt: str = "",
     ) -> list[int]:
-        """Record consecutive pages whose parent is known; return the new blocks in them."""
+        """Record consecutive pages with a known parent. Return the new blocks that end in them."""
         last = _Page(first_hash(salt)) if parent is None else self._pages.get(parent)
         completed: list[int] = []
         if last is None:
@@ -110,7 +110,7 @@ async def follow_events(
     reader = KvEventReader(dispatcher, engine)
     try:
         with scope:
-            socket.setsockopt(zmq.IPV6, 1)  # IPv4 goes on working.
+            socket.setsockopt(zmq.IPV6, 1)  # IPv4 still works.
             socket.subscribe(b"")
             socket.connect(address)
             while True:
@@ -119,13 +119,13 @@ async def follow_events(
     except (zmq.ZMQError, ValueError) as error:
         text = "KV events of %s are not followed any more (check its --kv-events-config): %s"
         logger.warning(text, engine, error)
-        reader.clear()  # The end of these blocks would not be noticed.
+        reader.clear()  # The router would not notice that these blocks are evicted.
     finally:
         context.destroy(linger=0)
 
 
 class KvEventReader:
-    """Tells the policy of one engine's events. A gap in them empties the engine's table."""
+    """Applies one engine's events to the policy. A gap in them empties the engine's table."""
 
     def __init__(self, dispatcher: Dispatcher, engine: str) -> None:
         self._dispatcher = dispatcher
@@ -148,7 +148,7 @@ class KvEventReader:
         self._dispatcher.reconsider()
 
     def clear(self) -> None:
-        """Forget the engine's blocks, with those that were only guessed to be cached."""
+        """Forget the engine's blocks, reported and guessed."""
         self._mirror = PageMirror()
         self._dispatcher.policy.remove_blocks(self._engine)
 
@@ -162,13 +162,13 @@ class KvEventReader:
         if fields["type"] == "AllBlocksCleared":
             self.clear()
         elif fields.get("medium") not in (None, "GPU"):
-            return  # It is not about the KV pool.
+            return  # The event is about another cache than the KV pool.
         elif fields["type"] == "BlockRemoved":
             policy.remove_blocks(self._engine, self._mirror.remove(fields["block_hashes"]))
         elif fields["type"] == "BlockStored":
             pages, parent, tokens, size = (fields[name] for name in _STORED[:4])
             if tokens and not isinstance(tokens[0], int):
-                # With speculative decoding a page has pairs of each token and the next one.
+                # With speculative decoding, a page consists of pairs of successive tokens.
                 tokens = [token for token, _ in tokens]
             salt = fields.get("cache_salt") or ""
             policy.add_blocks(self._engine, self._mirror.add(pages, parent, tokens, size, salt))

@@ -1,4 +1,4 @@
-"""Place requests by cached prefix, FLOPs and saturation (`PrefixAware`); pure.
+"""Place requests by cached prefix, FLOPs and saturation (`PrefixAware`). Pure.
 
 After MoE-Prefill, §7, §B.2 and Algorithm 1.
 """
@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 from flashmoa.router.cache_tables import BLOCK_TOKENS, Blocks, EngineTables, EngineTraits
 
-# How much delay a request accepts for work that is saved, by default.
+# By default, a request accepts this much additional delay per unit of work that it saves.
 PATIENCE = 8.0
-# Each round considers only so many requests at the head of the queue, since rounds are frequent.
-_WINDOW = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +25,16 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineCandidate:
-    """Describes an engine from the point of view of one request.
+    """One request's view of an engine.
 
     Attributes:
         matched: number of the request's tokens that the engine need not compute.
-        cost: work to compute the others.
-        delay: work that precedes the request, with that of requests that wait for the engine
-            already and without that which computes the matched tokens.
-        load: the engine's outstanding work ``W``, the number of its requests, and of blocks in its
-            cache, which decide between equal engines, so that all caches are used.
-        saturated: whether the engine has as many tokens to compute as it should have at most.
+        cost: work to compute the other tokens.
+        delay: work that precedes the request. It includes requests that already wait for the
+            engine, and excludes the computation of the matched tokens.
+        load: the engine's outstanding work ``W``, and its numbers of requests and cached blocks.
+            They decide between equal engines, so that all caches are used.
+        saturated: whether the engine has its maximum of uncomputed tokens.
         is_popular: whether its requests with the matched prefix are more work than the prefix.
     """
 
@@ -54,14 +52,14 @@ def choose_engine(
 ) -> EngineCandidate | None:
     """Choose the engine with the least delay plus ``patience`` times the work on it.
 
-    So a match is worth a longer queue as long as the work that it saves, times ``patience``, is
-    more than the additional delay. Return ``None`` if the request should wait: either every engine
-    is saturated, or a saturated one has a longer match that is worth it. A popular prefix is worth
-    no patience: another engine that computes it once more relieves the first one of more work.
+    So a match is worth a longer queue while the saved work times ``patience`` exceeds the
+    additional delay. Return ``None`` if the request should wait: every engine is saturated, or a
+    saturated engine has a longer match that is worth waiting. A popular prefix is worth no
+    patience: another engine that computes it again relieves the first one of more work.
 
-    With ``patience`` 0 this is the paper's rule: the longest match of those that are not saturated,
-    and of equal matches the least load. If requests queue, that scatters every prefix, because the
-    first engine with room takes the head of the queue.
+    With ``patience`` 0 this is the paper's rule: the longest match among unsaturated engines, and
+    among equal matches the least load. When requests queue, that rule scatters every prefix,
+    because the first engine with room takes the head of the queue.
     """
     ordered = sorted(candidates, key=lambda one: (-one.matched, one.saturated, one.load))
     free = [candidate for candidate in ordered if not candidate.saturated]
@@ -88,12 +86,12 @@ class _PlacedRequest:
 
 
 class PrefixAware:
-    """Decides to which engine each request is sent; requests are identified by unique names.
+    """Decides which engine each request is sent to. Requests have unique names.
 
     A request raises its engine's load by its cost there, and the load falls as the engine computes.
     If ``m`` of its tokens match, the cost is ``c = F(m, P) + F(P, P + S)`` for a prefix ``P`` and a
     suffix ``S`` (Eq. 2). Because work adds up, that is ``F(m, P + S)`` wherever a prefix ends. A
-    wrong decision costs time; it never makes an answer wrong.
+    wrong decision costs time; it never changes an answer.
     """
 
     def __init__(self, *, patience: float = PATIENCE, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -112,7 +110,7 @@ class PrefixAware:
                 del self._placed[request]
 
     def matched_tokens(self, engine: str, blocks: Blocks) -> int:
-        """Return how many of a prompt's tokens an engine need not compute."""
+        """Return the number of a prompt's tokens that an engine need not compute."""
         return blocks.cached_tokens(self.engines[engine].blocks.match(blocks.hashes))
 
     def takes_requests(self) -> bool:
@@ -120,25 +118,26 @@ class PrefixAware:
         return not all(engine.is_saturated for engine in self.engines.values())
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
-        """Return engines by request, for those of the queue that need not wait any longer.
+        """Return the engines of the requests that need not wait any longer, by request.
 
-        The queue is in order of arrival. Of the requests that want an engine that is saturated, the
-        first one gets it, so that none waits for ever.
+        The queue is in order of arrival. If several requests want a saturated engine, the first one
+        gets it, so that no request waits for ever.
         """
         placed: dict[str, str] = {}
-        held = self._place_until_saturated(queue[:_WINDOW], placed)
+        # Rounds are frequent, so each considers only the first 256 requests.
+        waiting = self._place_until_saturated(queue[:256], placed)
         # An idle engine that takes a request has its prefix from then on, and attracts others.
-        while self._place_on_idle_engine(held, placed):
-            left = [waiting for waiting in held if waiting.request not in placed]
-            held = self._place_until_saturated(left, placed)
+        while self._place_on_idle_engine(waiting, placed):
+            left = [one for one in waiting if one.request not in placed]
+            waiting = self._place_until_saturated(left, placed)
         return placed
 
     def _place_until_saturated(
         self, queue: Sequence[WaitingRequest], placed: dict[str, str]
     ) -> list[WaitingRequest]:
-        """Place requests until engines are saturated. Return those that must wait."""
-        held: list[WaitingRequest] = []
-        # The work of those that wait, by the engine that has most of their prompts.
+        """Place requests until engines are saturated. Return the requests that must wait."""
+        left: list[WaitingRequest] = []
+        # The work of these requests, by the engine with the longest match.
         queued: Counter[str] = Counter()
         for waiting in queue:
             candidates = [self._candidate(name, waiting.blocks, queued) for name in self.engines]
@@ -147,17 +146,17 @@ class PrefixAware:
                 placed[waiting.request] = chosen.engine
                 self.admit(waiting, chosen.engine)
                 continue
-            held.append(waiting)
+            left.append(waiting)
             if candidates:
                 nearest = min(candidates, key=lambda one: (-one.matched, one.delay))
                 queued[nearest.engine] += nearest.cost
-        return held
+        return left
 
-    def _place_on_idle_engine(self, held: Sequence[WaitingRequest], placed: dict[str, str]) -> bool:
-        """Place one request that an idle engine would finish sooner; return whether one was."""
+    def _place_on_idle_engine(self, queue: list[WaitingRequest], placed: dict[str, str]) -> bool:
+        """Place one request that an idle engine would finish sooner, and return whether one was."""
         if all(engine.load.total for engine in self.engines.values()):
             return False
-        for waiting in held:
+        for waiting in queue:
             candidates = [self._candidate(name, waiting.blocks, {}) for name in self.engines]
             chosen = choose_engine(candidates, patience=1.0)
             if chosen is not None and not self.engines[chosen.engine].load.total:
@@ -186,7 +185,7 @@ class PrefixAware:
         )
 
     def admit(self, waiting: WaitingRequest, engine: str) -> None:
-        """Record that a request is sent to an engine; :meth:`route` does so for those it places."""
+        """Record that a request is sent to an engine. :meth:`route` calls this itself."""
         tables, blocks = self.engines[engine], waiting.blocks
         tables.requests.add(waiting.request)
         tables.load.add(waiting.request, self.matched_tokens(engine, blocks), blocks.length)
@@ -194,7 +193,7 @@ class PrefixAware:
         self._placed[waiting.request] = _PlacedRequest(tables, blocks)
 
     def finish_prefill(self, request: str) -> bool:
-        """Record that a request's prompt is computed. Return whether that was not known before."""
+        """Record that a request's prompt is computed. Return whether that is news."""
         placed = self._placed.get(request)
         if placed is None or placed.is_computed:
             return False
@@ -203,20 +202,20 @@ class PrefixAware:
         return True
 
     def end(self, request: str) -> None:
-        """Forget a request, whether its prompt is computed or not; harmless to repeat."""
+        """Forget a request, whether its prompt is computed or not. A repeat changes nothing."""
         if (placed := self._placed.pop(request, None)) is not None:
             placed.engine.requests.discard(request)
             if not placed.is_computed:
                 self._settle(request, placed)
 
     def _settle(self, request: str, placed: _PlacedRequest) -> None:
-        """Record that nothing of a request is left to compute."""
+        """Record that a request has no work left."""
         placed.is_computed = True
         placed.engine.load.finish(request)
         placed.engine.blocks.release(placed.blocks.hashes)
 
     def add_blocks(self, engine: str, hashes: Sequence[int]) -> None:
-        """Record that an engine has cached blocks, and so has computed those that were pending."""
+        """Record that an engine has cached blocks, and so has computed the pending ones."""
         if (tables := self.engines.get(engine)) is not None:
             fulfilled = tables.blocks.commit(hashes)
             tables.load.subtract_computed(fulfilled * self._block_tokens)

@@ -1,4 +1,4 @@
-"""Turn the prompts of requests into blocks (`find_blocks`), which is all that the policy sees."""
+"""Convert the prompts of requests to blocks for the policy (`find_blocks`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ async def find_blocks(
     engine: str | None,
     headers: Mapping[str, str],
 ) -> Blocks:
-    """Return the blocks of the prompt in a request's body, or of its list of prompts.
+    """Return the blocks of the prompt, or prompts, in a request's body.
 
-    They are those of its tokens if an engine that is asked, if any, tells them in time, and else
-    those of its text, so that requests with the same beginning still match.
-
-    Args: headers: the client's API key.
+    If ``engine`` tells the prompt's tokens in time, these are cut into blocks. Otherwise, the text
+    is, so that requests with the same beginning still match. ``headers`` has the client's API key.
     """
     salt: Any = body.get("cache_salt", body.get("extra_key"))
     salt = salt if isinstance(salt, str) else ""
@@ -33,7 +31,7 @@ async def find_blocks(
         headers = {**headers, "content-type": "application/json"}
         url = f"{engine}/v1/tokenize"
         with suppress(EngineLost):
-            answer = await connections.ask(url, headers, content, seconds=5.0)
+            answer = await connections.ask(url, headers, content)
             tokens = parse_object(answer.body).get("tokens") if answer else None
             if _are_token_ids(tokens):
                 return token_blocks(tokens, salt=salt)
@@ -41,7 +39,7 @@ async def find_blocks(
 
 
 def _question(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the request to ``/v1/tokenize`` for a prompt; ``None`` if it is not one text."""
+    """Return the request to ``/v1/tokenize`` for a prompt that is one text, otherwise ``None``."""
     if (messages := body.get("messages")) is not None:
         model = {"model": body["model"]} if "model" in body else {}
         return {"messages": messages, **prompt_fields(body), **model}
@@ -53,7 +51,7 @@ def _question(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _guess_blocks(body: Mapping[str, Any], salt: str) -> Blocks:
-    """Return the blocks of the tokens in a body, or else of its text; of a list, of all items."""
+    """Return the blocks of the tokens in a body, otherwise of its text, over all its prompts."""
     if (messages := body.get("messages")) is not None:
         # Chat templates render tools and messages roughly in this order.
         return text_blocks(json.dumps([body.get("tools"), messages]), salt=salt)
@@ -65,7 +63,7 @@ def _guess_blocks(body: Mapping[str, Any], salt: str) -> Blocks:
 
 
 def _prompt_parts(body: Mapping[str, Any]) -> list[Any]:
-    """Return the prompt, or what a list of prompts shares, a query or labels, and its items."""
+    """Return the prompt; for several prompts, their query or labels, and their items."""
     for name in ("input_ids", "text", "prompt", "input"):
         if (value := body.get(name)) is not None:
             shared = _as_list(body.get("labels")) if name == "input" else []
@@ -81,9 +79,9 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _are_token_ids(value: object) -> TypeGuard[list[int]]:
-    """Return whether a value is the token ids of one prompt, small enough to be hashed."""
+    """Return whether a value is a list of token ids that are small enough to be hashed."""
     if not isinstance(value, list):
         return False
     ids = cast("list[Any]", value)
-    # This is in the path of every request; a loop would take longer than hashing the prompt.
+    # Every request comes here, and a loop would take longer than hashing the prompt.
     return set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < 1 << 32))

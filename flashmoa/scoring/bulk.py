@@ -1,6 +1,6 @@
-"""Score a file of any length line by line (``score_file``); a killed run can be continued.
+"""Score a file of any length line by line (``score_file``). A killed run can be continued.
 
-Each line is a :class:`Line`. A record is a line of a file of scores, as a dictionary.
+A :class:`Line` is a line of the input. A record is a line of the file of scores, as a dictionary.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from flashmoa.errors import FlashMoAError, MalformedRequest, PromptTooLarge
 from flashmoa.scoring.scorer import Context, Scorer
 from flashmoa.scoring.scores import PrefillUsage, Ranking, Scores, Selection
 
-# Decimals of the numbers in a record. The order of requests changes further decimals at random.
-_DIGITS = 6
-# Every vocabulary is smaller than this, and every tokenizer accepts smaller ids.
-_MAX_TOKENS = 1 << 31
+# Decimals of the numbers in a record. Later decimals vary with the order of requests.
+_DECIMALS = 6
 _BEGINNING_OF_RECORD = b'{"line": '
-_BYTES_PER_BATCH = 256 * 1024
-# For each line that may be scored at the same time, this many lines may have been read whose
-# results are not written yet.
+# For each line that is scored at the same time, this number of lines may have been read without
+# their results being written.
 _LINES_AHEAD = 8
 
-Tokens = list[Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]]
+# Every vocabulary is smaller than the limit, and every tokenizer accepts smaller ids.
+Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -101,7 +99,7 @@ class Line(BaseModel):
 
     @property
     def names(self) -> list[str] | int:
-        """Return the names of its candidates in its record, or the number of its documents."""
+        """The candidates' names in the line's record, or the number of documents."""
         if self.documents is not None:
             return len(self.documents)
         given = self.labels if self.labels is not None else self.options
@@ -148,13 +146,13 @@ def make_record(number: int, line: Line, scores: Scores | Selection | Ranking) -
         "candidates": scores.candidates,
         "probabilities": _round(scores.probabilities),
         "logprobs": _round(scores.logprobs),
-        "mass": round(scores.mass, _DIGITS),
+        "mass": round(scores.mass, _DECIMALS),
     }
 
 
 def _round(values: Iterable[float]) -> list[float | None]:
     # JSON has no number for infinity.
-    return [round(value, _DIGITS) if math.isfinite(value) else None for value in values]
+    return [round(value, _DECIMALS) if math.isfinite(value) else None for value in values]
 
 
 def _explain(error: ValidationError) -> str:
@@ -167,26 +165,23 @@ def _explain(error: ValidationError) -> str:
 def resume(source: Path, out: Path, errors: Path, overwrite: bool = False) -> int:
     """Prepare ``out`` and ``errors`` for a run that continues where the last one stopped.
 
-    Removes incomplete last lines, and errors of lines that will be scored again.
-
-    Args:
-        overwrite: delete ``out`` first, if ``source`` can be read.
-
-    Returns: the number from 1 of the last line of ``source`` that is done; 0 if none is.
+    Remove incomplete last lines, and the errors of lines that will be scored again. To
+    ``overwrite``, delete ``out`` first, if ``source`` can be read. Return the number of lines of
+    ``source`` that are done.
 
     Raises:
         NotResumable: if ``out`` has other content than the scores of ``source``.
         OSError: if a file cannot be read or written.
     """
     with source.open("rb"):
-        pass  # If the input cannot be read, no file may be deleted or made.
+        pass  # If the input cannot be read, no file may be deleted or created.
     if overwrite:
         out.unlink(missing_ok=True)
-    number = size = 0
+    number = 0
     if out.exists():
         last, size = _last_record(out)
-        number = 0 if last is None else last["line"]
-        if last is not None and not _is_record_of_line(last, source, number):
+        number = last["line"] if last else 0
+        if last and not _is_record_of_line(last, source, number):
             raise NotResumable(
                 f"{out} exists and does not have the scores of {source}; give another --out, or "
                 "--overwrite"
@@ -197,7 +192,7 @@ def resume(source: Path, out: Path, errors: Path, overwrite: bool = False) -> in
 
 
 def _last_record(out: Path) -> tuple[dict[str, Any] | None, int]:
-    """Return a file's last whole record, if there is one, and the size up to its end.
+    """Return a file's last whole record, if any, and the size up to its end.
 
     Raises: NotResumable if it is not a file of scores.
     """
@@ -237,7 +232,7 @@ def _is_record_of_line(record: dict[str, Any], source: Path, number: int) -> boo
 
 
 def _cut_errors(errors: Path, number: int) -> None:
-    """Remove the errors of lines after ``number``, which are scored again."""
+    """Remove the errors of lines after ``number``. These lines are scored again."""
     errors.touch()
     with errors.open("r+b") as file:
         kept_bytes = 0
@@ -250,7 +245,7 @@ def _cut_errors(errors: Path, number: int) -> None:
 
 
 class RawLine(NamedTuple):
-    """A line as it was read: its number from 1, the offset of its end in the file, its text."""
+    """An unparsed line: its number from 1, the offset of its end in the file, and its text."""
 
     number: int
     end: int
@@ -268,7 +263,7 @@ class LineResult(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Counts what a run has done so far.
+    """Counts the progress of a run.
 
     Attributes:
         scored, skipped: numbers of lines that this run has scored and skipped.
@@ -292,20 +287,20 @@ async def score_file(
     overwrite: bool = False,
     progress: Callable[[Totals], None],
 ) -> Totals:
-    """Score ``source`` into ``out``, from the first line on that ``out`` has no scores of.
+    """Score the lines of ``source`` that have no scores in ``out``, and append these to ``out``.
 
-    Records are written in the input's order. A line that is malformed, or that the engine
-    refuses, is skipped and reported in ``errors``. If no line was, there is no such file. As each
+    Records are written in the input's order. A line that is malformed, or that the engine refuses,
+    is skipped and reported in ``errors``. If no line was skipped, there is no such file. As each
     line needs a request, at most ``scorer.concurrency`` lines are scored at the same time.
 
     Args:
         overwrite: delete ``out`` and begin with the first line.
-        progress: is called with the run's totals whenever results have been written.
+        progress: called with the run's totals whenever results have been written.
 
     Raises:
         NotResumable: if ``out`` has other content than the scores of ``source``.
         OSError: if a file cannot be read or written.
-        EngineError: if the engine cannot answer. Results that are written by then stay.
+        EngineError: if the engine cannot answer. Results already written stay.
     """
     resumed_from = await to_thread.run_sync(resume, source, out, errors, overwrite)
     totals = Totals(resumed_from=resumed_from)
@@ -332,7 +327,7 @@ async def read_batches(source: Path, skip: int = 0) -> AsyncGenerator[list[RawLi
     """
     number = end = 0
     with await to_thread.run_sync(source.open, "rb") as file:
-        while texts := await to_thread.run_sync(file.readlines, _BYTES_PER_BATCH):
+        while texts := await to_thread.run_sync(file.readlines, 256 * 1024):
             lines: list[RawLine] = []
             for text in texts:
                 number, end = number + 1, end + len(text)
@@ -353,8 +348,8 @@ async def _score_line(scorer: Scorer, raw: RawLine) -> LineResult:
 
 
 def _write(result: LineResult, scores: IO[bytes], report: IO[bytes], totals: Totals) -> None:
-    # A problem reaches its file before any later record does. A run that continues after some
-    # record therefore finds all problems of the lines before it reported.
+    # A problem reaches its file before any later record. So all problems before a record are
+    # reported when another run continues after this record.
     if result.problem is not None:
         scores.flush()
         report.write(_encode({"line": result.raw.number, "error": result.problem}))
@@ -377,15 +372,11 @@ async def work_in_order(
     workers: int,
     ahead: int,
 ) -> None:
-    """Work on many items at once, in bounded memory, and write the results in the items' order.
+    """Work on several items at once, in bounded memory, and write the results in the items' order.
 
-    Args:
-        batches: yields the items, several at a time. One batch is held in memory.
-        work: called with each item.
-        write: called with results as soon as those of all items before them are written.
-        workers: number of items that are worked on at once.
-        ahead: the most items that may have been taken without their results being written. It
-            limits how many results wait in memory while one item takes long.
+    ``batches`` yields several items at a time. ``write`` is called with results as soon as all
+    earlier results are written. At most ``ahead`` items are taken without written results, which
+    limits the results in memory while one item takes long.
 
     Raises: Exception if reading or working on an item failed. The other workers are stopped.
     """

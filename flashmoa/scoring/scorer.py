@@ -26,35 +26,34 @@ from flashmoa.scoring.scores import PrefillUsage, RankedDocument, Ranking, Score
 Messages = Sequence[Mapping[str, Any]]
 # A text, token ids, or messages in OpenAI's format.
 Context = str | Sequence[int] | Messages
-# A text that continues where the context ends, or the tokens themselves.
+# A text that continues where the context ends, or token ids.
 Candidate = str | Sequence[int]
 
 ONE_LETTER = "Answer with the letter of one option."
 YES_OR_NO = "Does this apply? Answer Yes or No."
-# The codes with which the plugin refuses a request: stock SGLang has none of them.
+# The plugin's codes for refusals. Stock SGLang has none of these.
 _REFUSED = "candidate_refused"
 _OWN_CODES = (_REFUSED, "malformed", "too_large", "engine_busy", "draining")
 
 
 class CandidateRefused(FlashMoAError, ValueError):
-    """Raised when a candidate cannot be scored after its context; the message says what to do."""
+    """Raised when a candidate cannot be scored after its context. The message has the remedy."""
 
 
 class Scorer:
     """Asks an SGLang engine with the plugin how likely given answers are.
 
     Every score comes from prefills; no token is decoded. A call is one request to the plugin's
-    scoring routes (``docs/scoring.md``), and what its prefills share is computed once.
+    scoring routes (``docs/scoring.md``), and shared prefixes of its prompts are computed once.
 
     Args:
         template_args: arguments of the model's chat template, for contexts that are messages. For
             a model that would think before it answers, give ``{"enable_thinking": False}``.
         concurrency: the most requests at the same time.
 
-    Raises: its methods raise :class:`CandidateRefused` if a candidate cannot be scored after its
-        context, ``ValueError`` for arguments that make no sense, ``PluginMissing`` if the engine
-        runs without the plugin, and the other exceptions of
-        :class:`~flashmoa.engine.EngineClient`.
+    Its methods raise :class:`CandidateRefused` if a candidate cannot be scored after its context,
+    ``ValueError`` for meaningless arguments, ``PluginMissing`` if the engine runs without the
+    plugin, and the other exceptions of :class:`~flashmoa.engine.EngineClient`.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class Scorer:
     ) -> Scores:
         """Return how likely each candidate is to follow the context.
 
-        One prefill scores all candidates of one token; each longer candidate has its own prefill.
+        One prefill scores all one-token candidates; each longer candidate has its own prefill.
 
         Args:
             candidates: texts that continue exactly where the context ends (``" yes"`` after
                 ``Answer:``), or token ids.
-            length_normalised: compare the means of candidates' log-probabilities by token, instead
-                of their sums, which favour short candidates.
+            length_normalised: compare the mean log-probability per token of each candidate. The
+                sums favour short candidates.
             prompt_stream_id: the id of a prompt stream with the context.
         """
         (answer,) = await self._ask(context, None, candidates, prompt_stream_id)
@@ -102,12 +101,9 @@ class Scorer:
         *,
         prompt_stream_id: str | None = None,
     ) -> Scores:
-        """Score labels of one token each, from exactly one prefill.
+        """Score one-token labels, or a mapping from labels to candidates, by exactly one prefill.
 
-        Args:
-            labels: the candidates, or a mapping from names to candidates.
-
-        Raises: CandidateRefused if a label has several tokens, which it names.
+        Raises: CandidateRefused, naming the tokens, if a label has several.
         """
         named = labels if isinstance(labels, Mapping) else {label: label for label in labels}
         if len(named) != len(labels):
@@ -126,9 +122,9 @@ class Scorer:
     async def choose(
         self, context: Context, options: Sequence[str], *, instruction: str = ONE_LETTER
     ) -> Scores:
-        """Return which option the model chooses when they are lettered A, B, ... (at most 26).
+        """Return how likely the model chooses each option, lettered A, B, ... (at most 26).
 
-        The options and the instruction are added after the context, a text or messages.
+        The options and the instruction follow the context, a text or messages.
         """
         question = choice_question(options, instruction)
         letters = [answer_candidate(context, letter) for letter in option_letters(len(options))]
@@ -148,7 +144,7 @@ class Scorer:
 
         Args:
             answers: the words for and against an option.
-            threshold: the least probability of a yes that an option is chosen with.
+            threshold: the least probability of a yes for an option to be chosen.
         """
         if not options or not 0 <= threshold <= 1:
             raise ValueError(
@@ -177,8 +173,8 @@ class Scorer:
         """Rank documents by how likely they are relevant to a query.
 
         Args:
-            top_n: how many of the best documents to return; by default all.
-            instruct: what relevance means, instead of the plugin's own sentence.
+            top_n: number of best documents to return; by default all.
+            instruct: what relevance means, instead of the plugin's sentence.
         """
         if not documents:
             raise ValueError("give at least one document")
@@ -223,12 +219,16 @@ class Scorer:
             if problem.code == _REFUSED:
                 raise CandidateRefused(str(problem)) from problem
             raise
-        return answer.results
+        about_stream = {
+            "streamed_tokens": answer.usage.prompt_tokens_details.streamed_tokens,
+            "prompt_stream": answer.usage.prompt_stream,
+        }
+        return [item.model_copy(update=about_stream) for item in answer.results]
 
     async def _request(self, path: str, kind: type[Answer], body: Mapping[str, Any]) -> Answer:
         """Send a request to one of the plugin's scoring routes.
 
-        Raises: PluginMissing if the engine has no such routes, or SGLang's own of the same name.
+        Raises: PluginMissing if the engine has no such routes, or only SGLang's with the same name.
         """
         engine = self._engine
         try:
@@ -265,14 +265,16 @@ class _Usage(BaseModel):
 
 
 class _Item(BaseModel):
-    """What a model answers to one prompt: the tokens of each candidate, and how likely they are."""
+    """The answer to one prompt: each candidate's tokens and log-probability."""
 
     logprobs: list[float | None]
     candidate_tokens: list[list[int]]
     prefills: int
     prompt_tokens: int
     computed_tokens: int
-    _usage: _Usage
+    # Of the only item's context, if it has a prompt stream.
+    streamed_tokens: int | None = None
+    prompt_stream: StreamUse | None = None
 
     def scores(self, names: Sequence[str], lengths: Sequence[int] | None = None) -> Scores:
         """Return the scores of named candidates; see :meth:`Scores.of`."""
@@ -281,9 +283,8 @@ class _Item(BaseModel):
             self.prefills,
             self.prompt_tokens,
             self.prompt_tokens - self.computed_tokens,
-            # A prompt stream is that of the only item.
-            self._usage.prompt_tokens_details.streamed_tokens,
-            self._usage.prompt_stream,
+            self.streamed_tokens,
+            self.prompt_stream,
         )
         return Scores.of(names, logprobs, lengths, usage)
 
@@ -291,10 +292,6 @@ class _Item(BaseModel):
 class _ScoreAnswer(BaseModel):
     results: list[_Item]
     usage: _Usage
-
-    def model_post_init(self, _context: Any) -> None:
-        for item in self.results:
-            item._usage = self.usage
 
 
 class _Ranked(BaseModel):
@@ -325,8 +322,9 @@ def context_kind(context: Context) -> str:
 def question_item(context: Context, question: str) -> str:
     """Return the text that adds a question to the user's last message, or to a text.
 
-    A text then ends with ``Answer:``. Raises: ValueError if the context is token ids, as only the
-    engine could add a text to them.
+    A text then ends with ``Answer:``.
+
+    Raises: ValueError if the context is token ids, because only the engine could append a text.
     """
     kind = context_kind(context)
     if kind == "tokens":
@@ -346,11 +344,11 @@ def answer_candidate(context: Context, text: str) -> str:
 
 
 def option_letters(count: int) -> list[str]:
-    """Return a letter for each option. Raises: ValueError if there are too many or no options."""
+    """Return a letter for each option. Raises: ValueError for no options, or too many."""
     if not 1 <= count <= 26:
         raise ValueError(
-            f"there are letters for 1 to {26} options, not for {count}; give fewer "
-            "options, ask about each with select(), or score their texts with score()"
+            f"there are letters for 1 to 26 options, not for {count}; give fewer options, ask "
+            "about each with select(), or score their texts with score()"
         )
     return list(string.ascii_uppercase[:count])
 

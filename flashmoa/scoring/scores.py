@@ -12,14 +12,12 @@ from flashmoa.engine import StreamUse
 
 @dataclass(frozen=True, slots=True)
 class PrefillUsage:
-    """Counts the prefills of one scoring call and their tokens.
+    """Counts a scoring call's prefills and their tokens.
 
     Attributes:
-        requests: number of prefills.
-        prompt_tokens: number of tokens in their prompts.
         cached_tokens: number of prompt tokens that were in the radix cache, or that a sibling
             request computed.
-        streamed_tokens: number of cached tokens that the context's prompt stream had computed.
+        streamed_tokens: number of cached tokens from the context's prompt stream.
         prompt_stream: how that stream was used, if there was one.
     """
 
@@ -45,7 +43,7 @@ class PrefillUsage:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Holds candidates and how likely each of them is to follow the context.
+    """How likely each candidate is to follow the context.
 
     Attributes:
         candidates: names of the candidates, in the order given.
@@ -63,7 +61,7 @@ class Scores:
 
     @property
     def best(self) -> str:
-        """Return the likeliest candidate, the first of several equally likely ones."""
+        """Return the likeliest candidate. Among equally likely ones, return the first."""
         return self.candidates[self.probabilities.index(max(self.probabilities))]
 
     @classmethod
@@ -88,10 +86,9 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Holds options that the model has judged one by one.
+    """Options that the model has judged one by one.
 
     Attributes:
-        options: the options, in the order given.
         probabilities: for each option, the probability of a yes if only yes and no count.
         chosen: the options whose probability is at least the threshold.
         answers: for each option, the scores of yes and no.
@@ -106,7 +103,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """A document, its place in the list that was ranked, and how likely it is relevant."""
+    """A document, its index in the given list, and how likely it is relevant."""
 
     index: int
     document: str
@@ -115,7 +112,7 @@ class RankedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Holds documents, the most relevant ones first."""
+    """Documents, the most relevant first."""
 
     documents: list[RankedDocument]
     usage: PrefillUsage

@@ -1,4 +1,4 @@
-"""Keep agents' answers (`AgentPromptCache`), and parse chats that read or write them.
+"""Keep agents' answers (`AgentPromptCache`), and parse chats that read or write answers.
 
 ``workflow`` and ``agent`` in a chat's body name the agent that writes the answer. Among the parts
 of a message, ``{"type": "agent", "agent": NAME}`` stands for that agent's answer.
@@ -24,36 +24,36 @@ class BadRequest(RouterError, ValueError):
 
 
 class AgentFailed(RouterError):
-    """Raised when an agent's answer, which a request reads, will not be completed."""
+    """Raised when an answer that a request reads will not be completed."""
 
     status = 424
 
 
-# The API key of the client whose workflow it is, the workflow, and the agent's name.
+# The API key of the workflow's client, the workflow, and the agent's name.
 AgentKey = tuple[str, str, str]
 
 
 class ReadableAnswer(Text):
-    """Holds one agent's answer, which a request writes, or will write."""
+    """An agent's answer, which a request writes or will write."""
 
     is_begun = False
 
 
 class AgentPromptCache:
-    """Holds each agent's latest answer while it is used, and the ``most`` that were begun last."""
+    """Keeps each agent's latest answer while it is used, and the ``most`` latest answers."""
 
     def __init__(self, most: int = 10_000) -> None:
         self._answers: WeakValueDictionary[AgentKey, ReadableAnswer] = WeakValueDictionary()
         self._begun: deque[ReadableAnswer] = deque(maxlen=most)
 
     def read(self, key: AgentKey) -> ReadableAnswer:
-        """Return an agent's latest answer, or the one that a later request will write."""
+        """Return an agent's latest answer, or the answer that a later request will write."""
         return self._answers.setdefault(key, ReadableAnswer(key[2]))
 
     def begin(self, key: AgentKey) -> ReadableAnswer:
         """Return the answer that a request will write.
 
-        An agent that is asked again writes another answer; readers of the previous one keep that.
+        An agent that is asked again writes another answer. Readers keep the previous one.
         """
         answer = self.read(key)
         if answer.is_begun:
@@ -75,7 +75,7 @@ class AnswerRecorder(AnswerObserver):
             self._answer.write(text)
 
     def end(self, ending: str) -> None:
-        if ending != "answered":  # Its engine has refused it or is lost, or its client left.
+        if ending != "answered":  # The engine has refused it or is lost, or the client left.
             self._fail(f"'s request was {ending}; send it again")
         elif (result := self._reader.result()) is None:
             self._fail(f": {self._reader.problem}")
@@ -104,7 +104,7 @@ class AgentRequest:
     marks: dict[str, str] = field(default_factory=dict[str, str])
 
     def filled(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the body with these texts, by agent, in place of the answers."""
+        """Return the body with each agent's text in place of its answer."""
         return replace_marks(self.body, {self.marks[name]: text for name, text in texts.items()})
 
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, EngineSettings, prompt_fields
+from flashmoa.engine.wire import NAMESPACE_FIELDS
 from flashmoa.errors import EngineError
 from flashmoa.link.link import Link, kind_of
 from flashmoa.link.prompt import Placeholders, Prompt
@@ -47,25 +48,24 @@ from flashmoa.router.shell.agents import (
 
 logger = logging.getLogger(__name__)
 
-# The prefill engine answers these, so that FlashMoA's clients can use a PD pair like one engine.
+# The prefill engine answers these, so FlashMoA's clients can use a PD pair like one engine.
 _PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
-# Fields that prevent a request from sharing KV with other requests that have the same tokens.
-_NAMESPACE = ("cache_salt", "extra_key", "lora_path")
-# The capability of engines that tell what calls write, and how long one may take to say so.
-_HEARS, _ASK_SECONDS = "calls", 5.0
+# The capability of engines that report the text of calls.
+_HEARS = "calls"
 
 
 @dataclass(frozen=True, slots=True)
 class ShellOptions:
     """Configures a shell router: the URLs of a prefill engine and of the pair's own router.
 
-    Attributes: decode: the URLs of the decode engines, which tell what calls write.
+    Attributes:
+        decode: the URLs of the decode engines, which report the text of calls.
+        agent_seconds: how long a request waits for an answer that it reads.
     """
 
     prefill: str
     pd_router: str
     decode: Sequence[str] = ()
-    # How long a request waits for an answer that it reads.
     agent_seconds: float = 600.0
     max_body_bytes: int = 32 << 20
 
@@ -98,8 +98,7 @@ class _Shell:
             yield
 
     async def pass_on(self, call: ForwardedRequest) -> Response:
-        is_for_prefill = call.path.startswith(_PREFILL_ROUTES)
-        if is_for_prefill:
+        if call.path.startswith(_PREFILL_ROUTES):
             return await self._connections.forward(call, self._options.prefill)
         return await self._forward(call)
 
@@ -113,7 +112,7 @@ class _Shell:
             return await self._connections.forward(call, url, observer, stack.pop_all())
 
     async def info(self, call: ForwardedRequest) -> Response:
-        """Answer with the prefill engine's capabilities, and that calls are heard if they are."""
+        """Answer with the prefill engine's capabilities, and with a decode engine's ``calls``."""
         answer = await self.pass_on(call)
         told = parse_object(answer.body)
         has = told.get("capabilities")
@@ -122,11 +121,10 @@ class _Shell:
         return answer
 
     async def _hears(self, call: ForwardedRequest) -> bool:
-        """Return whether a decode engine tells what calls write."""
+        """Return whether a decode engine reports the text of calls."""
         for engine in self._options.decode:
             with suppress(EngineLost):
-                url = engine + call.path
-                answer = await self._connections.ask(url, call.api_key, seconds=_ASK_SECONDS)
+                answer = await self._connections.ask(engine + call.path, call.api_key)
                 if answer and _HEARS in parse_object(answer.body).get("capabilities", ()):
                     return True
         return False
@@ -139,7 +137,7 @@ class _Shell:
         return await self._check_key(call) or self._channels.open(call)
 
     async def _check_key(self, call: ForwardedRequest) -> Response | None:
-        """Return the prefill engine's answer to a key that it refuses."""
+        """Return the prefill engine's refusal of the client's key, if it refuses it."""
         check = replace(call, method="GET", target="/model_info", headers=call.api_key, body=b"")
         checked = await self._connections.forward(check, self._options.prefill)
         return checked if checked.status_code in (401, 403) else None
@@ -149,7 +147,7 @@ class _Shell:
         request = parse_request(parse_object(call.body))
         if request.agent is None and not request.marks:
             return await self.pass_on(call)
-        # A client whose key the engine refuses must not wait here for answers; this is quick.
+        # This is quick. A client with a wrong key must not wait here for answers.
         if refused := await self._check_key(call):
             return refused
         client = call.api_key.get("authorization", "")
@@ -173,11 +171,11 @@ class _Shell:
         call: ForwardedRequest,
         observer: AnswerObserver | None = None,
     ) -> Response:
-        """Send a request once the answers that it reads are complete; prefill it meanwhile.
+        """Send a request once the answers that it reads are complete. Prefill it meanwhile.
 
         Raises: AgentFailed if an answer fails or does not arrive in time.
         """
-        is_alone = any(request.body.get(name) for name in _NAMESPACE)
+        is_alone = any(request.body.get(name) for name in NAMESPACE_FIELDS)
         if is_alone or all(answer.is_over for answer in answers.values()):
             await self._complete(answers)
         else:
@@ -207,9 +205,9 @@ class _Shell:
 
 
 class EarlyPrefill:
-    """Links the prompt of one chat to the answers that it reads, which are given by agent.
+    """Links a chat's prompt to the answers that it reads. ``answers`` is keyed by agent.
 
-    Its failures are logged and not raised, because the request still contains the whole prompt.
+    Failures are logged and not raised, because the request still contains the whole prompt.
     """
 
     def __init__(
@@ -222,11 +220,11 @@ class EarlyPrefill:
         self._scope = anyio.CancelScope()
 
     async def run(self) -> None:
-        """Prefill what is certain of the prompt until :meth:`finish` has returned."""
+        """Prefill the certain part of the prompt until :meth:`finish` has returned."""
         with self._scope:
             try:
                 prompt = await self.build_prompt()
-            except (EngineError, UnicodeError) as error:  # JSON may have half a surrogate pair.
+            except (EngineError, UnicodeError) as error:  # JSON may contain half a surrogate pair.
                 self._log_failure(error)
                 return
             self._link = Link(self._engine, prompt, agent=self._request.agent or "a reader")
@@ -249,7 +247,7 @@ class EarlyPrefill:
             self._link.end("unused")
 
     async def build_prompt(self) -> Prompt:
-        """Return the prompt with slots for the answers, which have agents' names."""
+        """Return the prompt, with a slot for each answer, named after its agent."""
         placeholders = Placeholders(self._answers)
         body = self._request.filled({name: placeholders.padded(name) for name in self._answers})
         text = await self._engine.render(body["messages"], **prompt_fields(body))

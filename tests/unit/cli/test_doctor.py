@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,38 +13,15 @@ import pytest
 from flashmoa_sglang.sglang import internals, releases
 
 import flashmoa
-from flashmoa.cli import checks as checks
-from flashmoa.cli import doctor
+from flashmoa.cli import checks, doctor
 from flashmoa.cli.checks import check_engine, check_installation
+from tests.unit.engine.web_server import web_server
 from tests.unit.plugin.renamed import Renamed
 
 pytestmark = pytest.mark.anyio
 
 
-@contextmanager
-def serve(kind: str, body: bytes) -> Generator[str]:
-    """Start a web server that answers every path alike; yield its URL."""
-
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("content-type", kind)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Page)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_installation_is_ok_without_importing_torch_or_sglang() -> None:
+def test_installation_is_ok_without_importing_torch() -> None:
     script = (
         "import sys; from flashmoa.cli import doctor; code = doctor.main(['--json']); "
         "assert not {'torch', 'sglang'} & set(sys.modules); sys.exit(code)"
@@ -79,7 +52,7 @@ def test_each_missing_internal_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         assert found.remedy == f"pip install sglang=={releases.TESTED[-1]}"
 
 
-def test_missing_internal_of_an_optional_feature_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_optional_internal_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "installed", lambda: Renamed("run_moe_core"))
     (found,) = checks.check_internals()
     assert found.level == "note" and "--flashmoa-asyncep needs that" in found.text
@@ -130,15 +103,12 @@ async def test_url_without_an_engine(url: str, text: str, remedy: str) -> None:
     assert finding.level == "fix" and text in finding.text and remedy in finding.remedy
 
 
-async def test_a_server_that_is_not_an_engine_is_a_problem() -> None:
-    with serve("text/html", b"<html></html>") as url:
+async def test_a_server_that_is_no_engine_is_a_problem() -> None:
+    with web_server(b"<html></html>", "text/html") as url:
         (finding,) = await check_engine(url)
     assert (finding.level, finding.text) == ("fix", f"{url} answers, but is not an engine")
-
-
-async def test_an_engine_with_another_version_of_the_plugin_is_named_with_both() -> None:
     info = {"plugin": {"version": "0.0.1"}, "sglang": {"version": "0.5.12"}}
-    with serve("application/json", json.dumps(info).encode()) as url:
+    with web_server(json.dumps(info).encode()) as url:
         (finding,) = await check_engine(url)
     assert finding.level == "fix" and "one checkout" in finding.remedy
     assert "flashmoa-sglang 0.0.1" in finding.text and flashmoa.__version__ in finding.text
@@ -161,7 +131,7 @@ async def test_report_shows_remedies_and_their_number(capsys: pytest.CaptureFixt
         ("kfd", "2.13.0+rocm6.4", "ok"),
     ],
 )
-def test_torch_for_cpus_is_reported_if_there_is_a_gpu(
+def test_torch_for_cpus_is_reported_with_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, release: str, level: str
 ) -> None:
     (tmp_path / device).touch()
@@ -171,17 +141,17 @@ def test_torch_for_cpus_is_reported_if_there_is_a_gpu(
     assert found.level == level and device in found.text and bool(found.remedy) == (level != "ok")
 
 
-def test_an_engine_that_keeps_no_kv_is_one_problem_with_each_option_that_may_be_why() -> None:
+def test_an_engine_without_kv_is_one_problem() -> None:
     plugin = {"version": flashmoa.__version__}
     info = SimpleNamespace(plugin=plugin, sglang={"version": "0.5.23"}, capabilities=["render"])
     settings = {"disable_radix_cache": True, "enable_cache_report": True}
-    found = [*checks._check_versions(info, "http://engine"), *checks._check_settings(settings)]
+    found = [*checks._check_versions(info, "http://engine"), checks._check_settings(settings)]
     (problem,) = [each for each in found if each.level == "fix"]
     assert "--disable-radix-cache" in problem.remedy
     assert "--flashmoa-kv-cache off" in problem.remedy
 
 
-def test_an_engine_beside_whose_decodes_nothing_rides_says_why() -> None:
+def test_an_engine_without_rides_says_why() -> None:
     def rides(*reasons: str) -> list[tuple[str, str]]:
         ranks = [SimpleNamespace(no_rides=reason) for reason in reasons]
         found = checks._check_rides(SimpleNamespace(kv=ranks))
@@ -191,4 +161,4 @@ def test_an_engine_beside_whose_decodes_nothing_rides_says_why() -> None:
     why = "the engine decodes speculatively"
     assert rides(why, why) == [("note", f"off, because {why}")]
     # An older plugin does not say it.
-    assert checks._check_rides(SimpleNamespace(kv=[SimpleNamespace(no_rides=None)])) == []
+    assert not list(checks._check_rides(SimpleNamespace(kv=[SimpleNamespace(no_rides=None)])))

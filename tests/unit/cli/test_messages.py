@@ -58,7 +58,7 @@ def test_a_missing_package_is_named_with_its_extra(
     assert package in error and error.endswith(f": pip install 'flashmoa[{extra}]'")
 
 
-def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:
+def test_a_benchmark_without_plugin_asks_for_urls() -> None:
     script = "from flashmoa.cli import bench; sys.exit(bench(['chunk']))"
     assert error_without("flashmoa_sglang", script).endswith("give engines' URLs")
 
@@ -73,7 +73,7 @@ async def test_missing_or_binary_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not a trace: it is not text" in capsys.readouterr().err
 
 
-def test_a_full_disk_ends_a_trace_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_a_trace(caplog: pytest.LogCaptureFixture) -> None:
     write = Trace("/dev/full")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -90,7 +90,7 @@ def test_a_text_that_is_not_a_url(url: str) -> None:
         engine_url(url)
 
 
-def test_a_url_with_a_password_is_refused_without_showing_it() -> None:
+def test_a_refused_password_is_not_shown() -> None:
     with pytest.raises(
         ValueError, match=r"URL of host has .* password; give them in a header"
     ) as e:
@@ -98,7 +98,7 @@ def test_a_url_with_a_password_is_refused_without_showing_it() -> None:
     assert "SECRET" not in str(e.value)
 
 
-def test_certificates_are_checked_however_the_scheme_is_written() -> None:
+def test_schemes_may_be_in_capitals() -> None:
     assert engine_url("HTTPS://Host:1/v1/") == "https://Host:1"
 
 
@@ -122,7 +122,7 @@ def client_of_server(status: int, **content: object) -> EngineClient:
     return client
 
 
-async def test_a_lost_connection_is_reported_with_its_reason() -> None:
+async def test_a_lost_connection_has_a_reason() -> None:
     def lost(_: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("")
 

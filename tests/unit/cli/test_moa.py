@@ -1,4 +1,4 @@
-"""What ``flashmoa moa`` asks engines without the plugin, and what it says is missing."""
+"""The requests of ``flashmoa moa`` to engines without the plugin, and its findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS = f"layers = [{{models = [{{{MODEL}, repeat = 3}}]}}, {{models = [{{{MODE
 async def check(
     folder: Path, shown: pytest.CaptureFixture[str], text: str, script: Script = ("Tuesday",)
 ) -> tuple[str, list[dict[str, object]]]:
-    """Check a file whose engine has one model, ``m``. Return what is shown, and the requests."""
+    """Check a file whose engine has one model, ``m``. Return the output, and the requests."""
     path = folder / "moa.toml"
     # As SGLang, it answers requests for any name.
     async with scripted_engine(defaultdict(lambda: script, m=script)) as (engine, _):

@@ -21,7 +21,7 @@ SCORES = '{"line": 1, "candidates": []}\n'
 @pytest.mark.parametrize(
     ("source", "problem"), [("typo.jsonl", "No such file"), ("input.jsonl", "cannot be reached")]
 )
-async def test_overwrite_keeps_old_scores_without_an_input_or_an_engine(
+async def test_overwrite_needs_an_input_and_an_engine(
     tmp_path: Path, source: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "input.jsonl").write_text('{"context": "One", "candidates": [" two"]}\n')
@@ -43,7 +43,7 @@ async def test_overwrite_keeps_old_scores_without_an_input_or_an_engine(
         (["--overwrite"], "run it again without --overwrite to continue"),
     ],
 )
-async def test_a_run_that_stopped_says_how_to_continue_without_losing_scores(
+async def test_a_stopped_run_says_how_to_continue(
     tmp_path: Path,
     overwrite: list[str],
     advice: str,
@@ -65,7 +65,7 @@ async def test_a_run_that_stopped_says_how_to_continue_without_losing_scores(
     assert advice in capsys.readouterr().err
 
 
-def test_overwrite_keeps_old_scores_if_the_input_cannot_be_opened(tmp_path: Path) -> None:
+def test_overwrite_needs_a_readable_input(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(SCORES)
     folder = tmp_path
@@ -87,7 +87,7 @@ def test_wrong_arguments_delete_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     ("out", "errors"),
     [("r.v1", "r.v1.errors.jsonl"), ("r.v2", "r.v2.errors.jsonl"), ("r.jsonl", "r.errors.jsonl")],
 )
-async def test_outputs_that_differ_in_their_last_part_have_own_files_of_errors(
+async def test_each_output_has_its_own_file_of_errors(
     tmp_path: Path, out: str, errors: str
 ) -> None:
     """Without an engine, a run ends after it has opened its files."""

@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from flashmoa import cli
 from flashmoa.cli import moa, router, serve
 from flashmoa.engine.local import free_port
 
@@ -49,9 +48,7 @@ def start(
         ("import os; os.kill(os.getpid(), 9)", 1, "by signal 9"),
     ],
 )
-def test_a_failed_start_ends_with_its_output_and_one_sentence(
-    instead: str, status: int, ended: str
-) -> None:
+def test_a_failed_start_ends_with_one_sentence(instead: str, status: int, ended: str) -> None:
     out, errors = start(instead).communicate(timeout=60)
     assert out == f"ended: {status}\n"
     *output, last = errors.splitlines()
@@ -72,9 +69,7 @@ def test_interrupt_during_start_leaves_no_process() -> None:
 
 
 @pytest.mark.parametrize(("drain_seconds", "finishes"), [("0", False), ("60", True)])
-def test_a_stopped_server_may_run_for_the_seconds_of_its_drain(
-    drain_seconds: str, finishes: bool
-) -> None:
+def test_a_stopped_server_may_drain(drain_seconds: str, finishes: bool) -> None:
     drains = (
         "import signal, sys, time;"
         "signal.signal(15, lambda *_: (time.sleep(1), print('finished', flush=True), sys.exit()));"
@@ -87,39 +82,25 @@ def test_a_stopped_server_may_run_for_the_seconds_of_its_drain(
     assert out == ("finished\n" if finishes else "") + "ended: 0\n"
 
 
-READY = """
+# A route answers its statuses in turn, and the last one from then on. It ends when it is ready.
+ANSWERS = """
 import http.server, ssl
-
-class Ready(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        server.has_answered = True
-
-server = http.server.HTTPServer(("127.0.0.1", PORT), Ready)
-if CERTIFICATE:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(*CERTIFICATE)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-server.has_answered = False
-while not server.has_answered:
-    server.handle_request()
-"""
-
-# A route answers its statuses in turn, and the last one from then on.
-WARMS_UP = """
-import http.server
 
 class Engine(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         statuses = STATUSES.get(self.path, [404])
         status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
-        print(self.path, status, flush=True)
+        if PRINTS:
+            print(self.path, status, flush=True)
         self.send_response(status)
         self.end_headers()
         server.is_ready = status == 200
 
 server = http.server.HTTPServer(("127.0.0.1", PORT), Engine)
+if CERTIFICATE:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*CERTIFICATE)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
 server.is_ready = False
 while not server.is_ready:
     server.handle_request()
@@ -156,11 +137,23 @@ print(NAME, os.getpid(), flush=True)
 """
 
 
+def engine_at(
+    port: int,
+    statuses: dict[str, list[int]] | None = None,
+    *,
+    prints: bool = False,
+    certificate: list[str] | None = None,
+) -> str:
+    """Return a program that answers like an engine, by default like one that is ready."""
+    names = f"PORT, PRINTS, CERTIFICATE = {port}, {prints}, {certificate}\n"
+    return f"{names}STATUSES = {statuses or {'/health/ready': [200]}}\n{ANSWERS}"
+
+
 @pytest.fixture
 def engine_and_sidecar() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     """Start an engine, and what brings it requests; yield them with the ids of both processes."""
     port = free_port()
-    engine = f"NAME, PORT, CERTIFICATE = 'engine', {port}, None\n{DRAINS}{READY}time.sleep(100)"
+    engine = f"NAME = 'engine'\n{DRAINS}{engine_at(port)}time.sleep(100)"
     sidecar = f"NAME = 'sidecar'\n{DRAINS}time.sleep(100)"
     process = start(engine, "30", f"http://127.0.0.1:{port}", sidecar)
     assert process.stdout is not None
@@ -171,7 +164,7 @@ def engine_and_sidecar() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
         process.kill()
 
 
-def test_what_brings_requests_leaves_first_and_passes_answers_on_until_the_engine_ends(
+def test_a_sidecar_leaves_first_and_ends_last(
     engine_and_sidecar: tuple[subprocess.Popen[str], int, int],
 ) -> None:
     process, _, sidecar = engine_and_sidecar
@@ -181,7 +174,7 @@ def test_what_brings_requests_leaves_first_and_passes_answers_on_until_the_engin
     assert not Path(f"/proc/{sidecar}").exists()
 
 
-def test_an_engine_without_what_brings_it_requests_ends_as_failed(
+def test_an_engine_without_its_sidecar_fails(
     engine_and_sidecar: tuple[subprocess.Popen[str], int, int],
 ) -> None:
     process, engine, sidecar = engine_and_sidecar
@@ -191,7 +184,7 @@ def test_an_engine_without_what_brings_it_requests_ends_as_failed(
     assert not Path(f"/proc/{engine}").exists()
 
 
-def test_what_brings_requests_is_gone_while_the_schedulers_of_its_engine_hang(
+def test_a_sidecar_is_gone_while_schedulers_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "1")
@@ -228,7 +221,7 @@ def test_nothing_survives_a_command_that_is_killed(
         os.close(descriptor)
 
 
-def test_a_signal_that_arrives_while_the_process_is_started_is_not_lost() -> None:
+def test_a_signal_during_the_start_is_not_lost() -> None:
     stopped = SERVER.replace(
         "server = ",
         "import os, signal, subprocess\n"
@@ -239,21 +232,13 @@ def test_a_signal_that_arrives_while_the_process_is_started_is_not_lost() -> Non
         "subprocess.Popen = Popen\n"
         "server = ",
     )
-    command = [
-        sys.executable,
-        "-c",
-        stopped,
-        "import time; time.sleep(100)",
-        "http://[::1]:9",
-        "30",
-    ]
-    assert (
-        subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "ended: 0\n"
-    )
+    command = [sys.executable, "-c", stopped, "import time; time.sleep(100)", "http://[::1]:9"]
+    ended = subprocess.run([*command, "30"], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "ended: 0\n"
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_server_is_ready_when_it_answers_without_a_proxy_or_with_a_certificate(
+def test_proxies_and_certificates_do_not_matter(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
@@ -261,9 +246,9 @@ def test_a_server_is_ready_when_it_answers_without_a_proxy_or_with_a_certificate
     make = ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-subj", "/CN=elsewhere"]
     subprocess.run([*make, "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
     port = free_port()
-    ready = f"PORT, CERTIFICATE = {port}, {files if scheme == 'https' else None}\n{READY}"
+    engine = engine_at(port, certificate=files if scheme == "https" else None)
     url = f"{scheme}://127.0.0.1:{port}"
-    out, _ = start(ready, url=url).communicate(timeout=60)
+    out, _ = start(engine, url=url).communicate(timeout=60)
     assert f"flashmoa: ready on {url} " in out
 
 
@@ -284,8 +269,7 @@ def test_a_server_is_ready_when_it_has_warmed_up(
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    engine = f"PORT, STATUSES = {port}, {statuses}\n{WARMS_UP}"
-    out, _ = start(engine, url=url).communicate(timeout=60)
+    out, _ = start(engine_at(port, statuses, prints=True), url=url).communicate(timeout=60)
     ready = f"flashmoa: ready on {url} (OpenAI API: {url}/v1)"
     assert out.splitlines()[:-1] == [*asked, ready]
 
@@ -300,7 +284,7 @@ def test_the_ready_line_stands_out_on_a_terminal(
     )
 
 
-def test_the_address_is_read_from_the_config_file_unless_it_is_given(tmp_path: Path) -> None:
+def test_the_address_is_read_from_the_config_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     given = ["--config", str(file), "--host", "::1"]
     file.write_text("model-path: m\nhost: 0.0.0.0\nport: 31000\nssl-certfile: c.pem\n")
@@ -311,6 +295,14 @@ def test_the_address_is_read_from_the_config_file_unless_it_is_given(tmp_path: P
     assert options.drain_seconds == 5 and of_sglang == given
 
 
+@pytest.fixture
+def dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Dynamo installed, and every argument accepted."""
+    for name in ("_check_installation", "_check_arguments", "find_spec"):
+        monkeypatch.setattr(serve, name, MagicMock())
+    monkeypatch.setattr(os, "environ", {**os.environ})
+
+
 @pytest.mark.parametrize(
     ("host", "endpoint"),
     [
@@ -319,15 +311,11 @@ def test_the_address_is_read_from_the_config_file_unless_it_is_given(tmp_path: P
         ("10.0.0.5", "http://10.0.0.5:30002"),
     ],
 )
-def test_the_worker_of_dynamo_asks_its_engine_where_that_listens(
-    host: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+def test_a_sidecar_asks_where_its_engine_listens(
+    host: str, endpoint: str, monkeypatch: pytest.MonkeyPatch, dynamo: None
 ) -> None:
-    for name in ("_installation_problem", "_argument_problem"):
-        monkeypatch.setattr(serve, name, lambda *_: None)
-    for name in ("find_spec", "bind"):
-        monkeypatch.setattr(serve, name, MagicMock())
+    monkeypatch.setattr(serve, "bind", MagicMock())
     monkeypatch.setattr(serve, "Server", started := MagicMock())
-    monkeypatch.setattr(os, "environ", {**os.environ})
     serve.main(["--model-path", "a/b", "--dynamo", "--host", host])
     command, _, _, sidecar = started.call_args.args
     assert sidecar[-2:] == ["--grpc-endpoint", endpoint]
@@ -342,21 +330,19 @@ def test_the_worker_of_dynamo_asks_its_engine_where_that_listens(
         (["--tp", "2"], "no model is given; add --model-path PATH"),
         (["--model-path", "a/b", "--port", "99999"], "--port 99999 is not between 1 and 65535"),
         (["--model-path", "a/b", "--host", "no.invalid"], "cannot listen on no.invalid:30000"),
+        (["--model-path", "a/b"], "SGLANG_HEALTH_CHECK_TIMEOUT=20s is no whole number"),
     ],
 )
-def test_bad_arguments_are_refused_before_the_start(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+def test_bad_arguments_are_refused_at_once(
+    arguments: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if "SGLANG" in problem:
+        monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "20s")
     assert serve.main(arguments) == 2
     assert problem in capsys.readouterr().err
-
-
-def test_a_limit_of_time_that_sglang_cannot_read_is_refused_before_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "20s")
-    assert serve.main(["--model-path", "a/b"]) == 2
-    assert "SGLANG_HEALTH_CHECK_TIMEOUT=20s is no whole number" in capsys.readouterr().err
 
 
 ENGINE = ["--engine", "http://127.0.0.1:9"]
@@ -371,37 +357,32 @@ SERVE = ["serve", "moa.toml"]
         (moa.main, [*SERVE, "--max-questions", "0"], "0 is not above 0"),
         (moa.main, [*SERVE, "--max-questions", "-1"], "-1 is not above 0"),
         (router.main, [*ENGINE, "--port", "70000"], "--port 70000 is not between 1 and 65535"),
-        (
-            router.main,
-            [*ENGINE, "--patience", "nan"],
-            "nan is refused; give a number of at least 0",
-        ),
+        (router.main, [*ENGINE, "--patience", "nan"], "nan is refused; give a number of at least"),
         (router.main, [*ENGINE, "--max-body-bytes", "0"], "0 is refused; give a number above 0"),
         (router.main, [*PAIR, "--agent-seconds", "0"], "0 is refused; give a number above 0"),
         (router.main, [*ENGINE, "--saturation", "x"], "--saturation: invalid float value: 'x'"),
         (router.main, [*PAIR, *PAIR], "each of these two once"),
-        (
-            router.main,
-            [*ENGINE, "--decode", "http://127.0.0.1:8"],
-            "give --prefill and --pd-router",
-        ),
+        (router.main, [], "--prefill and --pd-router"),
+        (router.main, ["--prefill", "a:1"], "--prefill and --pd-router"),
+        (router.main, [*ENGINE, *PAIR], "--prefill and --pd-router"),
+        (router.main, [*ENGINE, "--decode", "http://a:8"], "give --prefill and --pd-router"),
+        (router.main, ["--help"], "--patience"),
     ],
 )
-def test_options_that_cannot_be_followed_are_refused(
+def test_bad_options_are_refused(
     command: Callable[[list[str]], int],
     arguments: list[str],
     problem: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    is_help = arguments == ["--help"]
     with pytest.raises(SystemExit) as ended:
         command(arguments)
-    assert ended.value.code == 2
-    assert problem in capsys.readouterr().err
+    assert ended.value.code == (0 if is_help else 2)
+    assert problem in capsys.readouterr()[not is_help]
 
 
-def test_an_interrupted_check_ends_with_the_status_of_an_interrupt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_check_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: object) -> int:
         raise KeyboardInterrupt
 
@@ -410,18 +391,27 @@ def test_an_interrupted_check_ends_with_the_status_of_an_interrupt(
     assert moa.main(["check", "moa.toml"]) == 130
 
 
-def test_a_router_announces_nothing_at_a_port_that_is_in_use(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([*ENGINE, "--port", "{taken}"], "port {taken} is in use; choose another one with --port"),
+        (["--engine", "nonsense"], "nonsense"),
+        ([*ENGINE, "--model-config", "{file}"], "--model-config {file} is not JSON: Expecting"),
+    ],
+)
+def test_a_failed_router_announces_nothing(
+    arguments: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("model_type: llama")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert router.main([*ENGINE, "--port", str(port)]) == 1
+        values = {"taken": taken.getsockname()[1], "file": file}
+        assert router.main([each.format(**values) for each in arguments]) == 1
     printed = capsys.readouterr()
-    assert f"port {port} is in use; choose another one with --port" in printed.err
-    assert not printed.out
+    assert problem.format(**values) in printed.err and not printed.out
 
 
-def test_a_router_announces_its_distinct_engines_and_its_address(
+def test_a_router_announces_its_engines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def close(_: object, sockets: list[socket.socket]) -> None:
@@ -434,7 +424,7 @@ def test_a_router_announces_its_distinct_engines_and_its_address(
     assert capsys.readouterr().out == f"flashmoa: 1 engine behind http://[::1]:{port}/v1\n"
 
 
-def test_other_systems_and_old_releases_are_refused_before_the_start(
+def test_other_systems_and_old_releases_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve, "installed", lambda _name: "0.4.6")
@@ -448,61 +438,17 @@ def test_other_systems_and_old_releases_are_refused_before_the_start(
     assert "Linux only" in capsys.readouterr().err
 
 
-def test_router_command_has_help_and_refuses_bad_urls(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        router.main(["--help"])
-    assert "--patience" in capsys.readouterr().out
-    assert router.main(["--engine", "nonsense"]) == 1
-    assert "nonsense" in capsys.readouterr().err
-    assert "router" in cli._USAGE
-
-
-def test_router_command_names_a_model_config_that_is_not_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "config.json"
-    config.write_text("model_type: llama")
-    command = ["--engine", "http://127.0.0.1:9", "--model-config", str(config)]
-    assert router.main(command) == 1
-    assert f"--model-config {config} is not JSON: Expecting value" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["--prefill", "a:1"], ["--engine", "a:1", "--prefill", "a:1", "--pd-router", "b:1"]],
-)
-def test_command_accepts_engines_or_a_pair(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["flashmoa", "router", *arguments])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "--prefill and --pd-router" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("argument", "value", "problem"),
     [
         ("--port", "65535", "--dynamo takes the three after it"),
-        (
-            "--grpc-port",
-            "30009",
-            "--grpc-port does not go with --dynamo, which sets it",
-        ),
+        ("--grpc-port", "30009", "--grpc-port does not go with --dynamo, which sets it"),
         ("--kv-events-config", "{}", "--kv-events-config does not go with --dynamo"),
         ("--api-key", "key", "keep the ports private"),
     ],
 )
-def test_a_worker_of_dynamo_has_the_ports_after_its_own_and_no_key(
-    argument: str,
-    value: str,
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_worker_of_dynamo_has_its_ports_and_no_key(
+    argument: str, value: str, problem: str, dynamo: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("_installation_problem", "_argument_problem"):
-        monkeypatch.setattr(serve, name, lambda *_: None)
-    monkeypatch.setattr(serve, "find_spec", MagicMock())
-    monkeypatch.setattr(os, "environ", {**os.environ})
     assert serve.main(["--model-path", "a/b", "--dynamo", argument, value]) == 2
     assert problem in capsys.readouterr().err

@@ -56,9 +56,9 @@ class Deployed:
     Attributes:
         name: its service's or component's.
         arguments: of ``flashmoa serve`` or ``python -m dynamo.frontend``.
-        environment: what is set there, as far as the files say it.
+        environment: the variables that the files set there.
         grace_seconds: how long it may take to end.
-        ports: those that it is said to listen on.
+        ports: the ports where it listens, according to the files.
         probes: the paths that it is asked for, by the name of the probe.
     """
 
@@ -127,14 +127,14 @@ def parse_engine(engine: Deployed) -> tuple[Namespace, list[str]]:
     return serve._parse_own_options(engine.arguments)
 
 
-def test_there_are_two_engines_and_a_front_end_each_way() -> None:
+def test_each_way_has_two_engines_and_a_front_end() -> None:
     assert len(list(composed("engine"))) == 2
     assert [one["replicas"] for one in components("engine")] == [2]
     for way in WAYS.values():
         assert len(list(way("frontend"))) == 1
 
 
-def test_the_operator_gets_what_it_and_kubernetes_take() -> None:
+def test_the_operator_and_kubernetes_accept_the_files() -> None:
     graph, others = load("kubernetes/graph.yaml"), load_all("kubernetes/resources.yaml")
     assert (graph["apiVersion"], graph["kind"]) == ("nvidia.com/v1beta1", "DynamoGraphDeployment")
     # Of the fields in Dynamo's Go types of this version (deploy/operator/api/v1beta1).
@@ -182,7 +182,7 @@ def test_engines_start_with_these_arguments() -> None:
         assert options["model_path"] and options["api_key"] is None
 
 
-def test_engines_are_workers_whose_address_clients_find() -> None:
+def test_engines_are_workers_that_clients_find() -> None:
     for engine in all_of("engine"):
         assert parse_engine(engine)[0].dynamo
     (container,) = components("engine")[0]["podTemplate"]["spec"]["containers"]
@@ -191,7 +191,7 @@ def test_engines_are_workers_whose_address_clients_find() -> None:
     assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
-def test_the_front_end_finds_the_engines_and_moves_the_requests_of_those_that_die() -> None:
+def test_the_front_end_finds_engines_and_moves_requests() -> None:
     services = load("compose.yaml")["services"]
     shared = [services[one.name] for one in (*composed("engine"), *composed("frontend"))]
     for service in shared:
@@ -220,7 +220,7 @@ def test_probes_ask_for_routes_that_there_are() -> None:
         assert ready == {"/health/ready"}
 
 
-def test_a_drain_ends_before_its_container_is_killed() -> None:
+def test_a_drain_ends_before_its_container() -> None:
     drains = [parse_engine(engine)[0].drain_seconds for engine in all_of("engine")]
     for engine, seconds in zip(all_of("engine"), drains, strict=True):
         assert seconds < engine.grace_seconds
@@ -230,20 +230,20 @@ def test_a_drain_ends_before_its_container_is_killed() -> None:
         assert max(drains) <= seconds < one.grace_seconds
 
 
-def test_a_liveness_probe_waits_longer_than_sglang_does() -> None:
+def test_liveness_probes_wait_longer_than_sglang() -> None:
     (container,) = components("engine")[0]["podTemplate"]["spec"]["containers"]
     probe = container["livenessProbe"]
     assert probe["httpGet"]["path"] == GENERATE and probe["timeoutSeconds"] > GENERATE_SECONDS
 
 
-def test_prometheus_scrapes_the_engines_and_the_front_end_of_the_compose_file() -> None:
+def test_prometheus_scrapes_engines_and_front_end() -> None:
     jobs = load("prometheus.yml")["scrape_configs"]
     targets = {target for job in jobs for one in job["static_configs"] for target in one["targets"]}
     scraped = [*composed("engine"), *composed("frontend")]
     assert targets == {f"{one.name}:{port}" for one in scraped for port in one.ports}
 
 
-def test_files_that_the_compose_file_mounts_are_there() -> None:
+def test_files_that_compose_mounts_exist() -> None:
     services = load("compose.yaml")["services"]
     mounts = [mount.split(":") for one in services.values() for mount in one.get("volumes", ())]
     files = {to: DEPLOY / source for source, to, *_ in mounts if source.startswith(".")}
@@ -255,7 +255,7 @@ def test_files_that_the_compose_file_mounts_are_there() -> None:
     assert list(files[boards["options"]["path"]].glob("*.json"))
 
 
-def test_the_image_is_of_a_release_that_works_with_dynamo_and_listens_where_it_says() -> None:
+def test_the_image_works_with_dynamo_and_listens() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     (tag,) = re.findall(r"^ARG SGLANG_TAG=v(\S+)", dockerfile, re.MULTILINE)
     first, last = re.findall(
@@ -268,7 +268,7 @@ def test_the_image_is_of_a_release_that_works_with_dynamo_and_listens_where_it_s
     assert all(one.ports == exposed for one in all_of("engine"))
 
 
-def test_files_that_images_copy_are_there_and_are_sent_to_the_build() -> None:
+def test_files_that_images_copy_are_in_the_build() -> None:
     copied = re.findall(r"^COPY (.*) \S+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     sources = {source for line in copied for source in line.split()}
     sent = {

@@ -20,7 +20,7 @@ Fate = Literal[
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
 TEXT = "".join(WORDS)
 OTHER = ["A ", "lazy ", "dog."]
-# The path of a channel, on which an engine with the plugin tells what calls write.
+# The path of a channel. Engines with the plugin report the text of calls there.
 CHANNEL = "/flashmoa/calls"
 BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 _USAGE = {

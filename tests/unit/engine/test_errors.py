@@ -30,7 +30,7 @@ def refused(status: int, body: Any) -> errors.EngineError:
 
 
 @pytest.mark.parametrize("kind", ApiError.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_a_server_error_has_the_same_class_name_on_the_client(kind: type[ApiError]) -> None:
+def test_server_errors_have_the_same_name_on_clients(kind: type[ApiError]) -> None:
     for status in (kind.status, 418):
         # The code decides: a proxy may change the status, and two errors may share one.
         error = refused(status, kind("Read this.").body())
@@ -41,25 +41,36 @@ def test_a_server_error_has_the_same_class_name_on_the_client(kind: type[ApiErro
             assert (error.status, error.code) == (status, kind.code)
 
 
-@pytest.mark.parametrize("status", [409, 410, 429])
-def test_a_status_of_streams_with_an_unknown_code_is_a_plain_refusal(status: int) -> None:
-    error = refused(status, {"error": {"message": "Slow down.", "code": "rate_limit"}})
-    assert type(error) is errors.RequestRefused and error.code == "rate_limit"
-
-
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [(400, errors.MalformedRequest), (413, errors.PromptTooLarge), (503, errors.EngineDraining)],
+    ("status", "problem", "kind"),
+    [
+        # SGLang's own refusals have their status as their code.
+        (400, {"code": 400}, errors.MalformedRequest),
+        (413, {"code": 413}, errors.PromptTooLarge),
+        (503, {"code": 503}, errors.EngineDraining),
+        *((status, {"code": "rate_limit"}, errors.RequestRefused) for status in (409, 410, 429)),
+        (404, {"code": "model_not_found"}, errors.RequestRefused),
+        (404, {"code": 404, "param": "model"}, errors.RequestRefused),
+        *((404, {"code": code}, errors.PluginMissing) for code in (None, "unknown_url", 404)),
+    ],
 )
-def test_the_status_decides_for_sglangs_own_refusals(
-    status: int, kind: type[errors.RequestRefused]
+def test_other_codes_and_the_status_decide(
+    status: int, problem: dict[str, Any], kind: type[errors.EngineError]
 ) -> None:
-    for body in ({"error": {"message": "No.", "code": status}}, {"message": "No.", "code": status}):
-        error = refused(status, body)
-        assert type(error) is kind and str(error) == "No."
+    error = refused(status, {"error": {"message": "No.", **problem}})
+    assert type(error) is kind
+    if isinstance(error, errors.RequestRefused):
+        assert "No." in str(error)
+        if status == 404:
+            assert error.code == "model_not_found" and f"{URL}/v1/models" in str(error)
+        elif problem["code"] == status:
+            flat = refused(status, {"message": "No.", **problem})
+            assert type(flat) is kind and str(flat) == str(error) == "No."
+        else:
+            assert error.code == problem["code"]
 
 
-def test_a_page_of_another_server_is_one_line_that_says_whose_it_is() -> None:
+def test_a_page_becomes_a_line_with_its_url() -> None:
     request = httpx.Request("POST", f"{URL}/prompt_streams")
     page = "<html>\n  <h1>Bad gateway</h1>\n" + "<!-- filler -->\n" * 100
     error = make_refusal(httpx.Response(502, text=page, request=request), URL)
@@ -67,19 +78,6 @@ def test_a_page_of_another_server_is_one_line_that_says_whose_it_is() -> None:
     expected = f"{URL}/prompt_streams answers with status 502: <html> <h1>Bad gateway</h1>"
     assert str(error).startswith(expected)
     assert len(str(error)) < 300 and "\n" not in str(error)
-
-
-@pytest.mark.parametrize("answer", [{"code": "model_not_found"}, {"code": 404, "param": "model"}])
-def test_a_model_that_is_not_served_is_no_missing_plugin(answer: dict[str, Any]) -> None:
-    error = refused(404, {"error": {"message": "No such model.", **answer}})
-    assert type(error) is errors.RequestRefused and error.code == "model_not_found"
-    assert "No such model." in str(error) and f"{URL}/v1/models" in str(error)
-
-
-@pytest.mark.parametrize("code", [None, "unknown_url", 404])
-def test_a_route_that_is_missing_is_a_missing_plugin(code: object) -> None:
-    error = refused(404, {"error": {"message": "No such route.", "code": code}})
-    assert type(error) is errors.PluginMissing
 
 
 def exceptions() -> set[type[BaseException]]:

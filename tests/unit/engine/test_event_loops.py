@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import ssl
 import threading
 from collections.abc import Generator
@@ -83,39 +84,36 @@ async def ask(client: EngineClient) -> str:
     return await client.render([{"role": "user", "content": "Hello."}])
 
 
-async def ask_at_once(client: EngineClient) -> list[str]:
-    return await all_of([lambda: ask(client)] * 3) + [await ask(client)]
-
-
-def test_a_client_is_used_in_one_event_loop_after_the_other(engine: Engine) -> None:
+@pytest.mark.parametrize("is_openai", [False, True])
+def test_a_client_is_used_in_several_loops(engine: Engine, is_openai: bool) -> None:
     client = EngineClient(engine.url)
+    openai = AsyncOpenAI(base_url=engine.url, max_retries=0)
+
+    async def ask_once() -> str:
+        if not is_openai:
+            return await ask(client)
+        create = openai.chat.completions.with_raw_response.create
+        return json.loads((await create(model="m", messages=[])).text)["text"]
+
+    async def ask_often() -> list[str]:
+        return await all_of([ask_once] * 3) + [await ask_once()]
+
     for loops in (1, 2, 3):
-        assert asyncio.run(ask_at_once(client)) == ["hi."] * 4
+        assert asyncio.run(ask_often()) == ["hi."] * 4
         # Within a loop a connection is used again, and no loop leaves one behind.
         assert engine.has_connections(0)
         assert (engine.requests, engine.opened) == (4 * loops, 3 * loops)
     asyncio.run(client.close())
+    asyncio.run(openai.close())
 
 
-def test_an_openai_client_is_used_in_one_event_loop_after_the_other(engine: Engine) -> None:
-    client = AsyncOpenAI(base_url=engine.url, max_retries=0)
-
-    async def ask() -> str:
-        return (await client.chat.completions.with_raw_response.create(model="m", messages=[])).text
-
-    for _ in range(3):
-        assert asyncio.run(ask()) == '{"text": "hi."}'
-        assert engine.has_connections(0)
-    asyncio.run(client.close())
-
-
-def test_an_openai_client_checks_the_certificates_of_its_copies_servers() -> None:
+def test_an_openai_client_checks_certificates() -> None:
     transport: Any = AsyncOpenAI(base_url="http://engine")._client._transport
     assert transport._verify.verify_mode is ssl.CERT_REQUIRED
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_loop_that_ended_without_closing_its_generators_does_not_matter(engine: Engine) -> None:
+def test_a_loop_may_end_without_closing_generators(engine: Engine) -> None:
     client = EngineClient(engine.url)
     loop = asyncio.new_event_loop()
     assert loop.run_until_complete(ask(client)) == "hi."
@@ -128,9 +126,7 @@ def test_a_loop_that_ended_without_closing_its_generators_does_not_matter(engine
     assert engine.has_connections(0)
 
 
-def test_closing_a_client_gives_back_the_connections_of_another_running_loop(
-    engine: Engine,
-) -> None:
+def test_closing_frees_connections_of_other_loops(engine: Engine) -> None:
     client = EngineClient(engine.url)
     asked = threading.Event()
 
@@ -152,7 +148,7 @@ def test_closing_a_client_gives_back_the_connections_of_another_running_loop(
         other.result(5)
 
 
-def test_a_closed_client_opens_no_connection_in_another_loop(engine: Engine) -> None:
+def test_a_closed_client_opens_no_connection(engine: Engine) -> None:
     client = EngineClient(engine.url)
     asyncio.run(ask(client))
     asyncio.run(client.close())
@@ -175,7 +171,6 @@ def test_a_proxy_of_the_environment_is_used(
 @pytest.mark.parametrize(
     ("host", "excepted"),
     [
-        ("127.0.0.1:8", "127.0.0.1"),
         ("127.0.0.1:8", "127.0.0.1:8"),
         ("127.0.0.1:8", "x.org,127.0.0.1"),
         ("127.0.0.1:8", "*"),
@@ -183,7 +178,7 @@ def test_a_proxy_of_the_environment_is_used(
         ("localhost:30000", "localhost"),
     ],
 )
-def test_a_host_that_the_environment_excepts_has_no_proxy(
+def test_an_excepted_host_has_no_proxy(
     host: str, excepted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALL_PROXY", "proxy.invalid:3128")
@@ -194,7 +189,7 @@ def test_a_host_that_the_environment_excepts_has_no_proxy(
         assert connections._proxy_of("http://other:30000") == "http://proxy.invalid:3128"
 
 
-def test_clients_of_https_engines_read_the_certificates_once() -> None:
+def test_certificates_are_read_once() -> None:
     contexts = {
         id(EngineClient(f"https://engine-{number}")._http._transport._verify)  # type: ignore[attr-defined]
         for number in range(2)

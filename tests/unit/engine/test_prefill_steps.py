@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine.plain import (
-    LEAST_TOKENS,
-    LEAST_UNMEASURED_TOKENS,
+    MIN_STEP_TOKENS,
+    MIN_UNMEASURED_STEP_TOKENS,
     StepCosts,
     tokens_to_come,
 )
@@ -44,38 +44,29 @@ def measured(overhead: float, per_token: float = 0.001) -> StepCosts:
 
 
 @given(length=st.integers(1, 3000), overhead=st.sampled_from([0.0, 0.01, 0.2, 3.0]))
-def test_a_text_of_expected_length_takes_logarithmically_many_steps(
-    length: int, overhead: float
-) -> None:
+def test_an_expected_length_takes_logarithmic_steps(length: int, overhead: float) -> None:
     costs = measured(overhead)
     steps = run_text(costs, length, length)
     assert len(steps) <= max(0.0, math.log2(length / costs.least_tokens)) + 1
-    # What is left to the request would not have paid either.
+    # The remaining tokens would not have paid either.
     assert length - (steps[-1] if steps else 0) < 2 * costs.least_tokens
 
 
 @given(length=st.integers(1, 3000), expected=st.none() | st.integers(1, 3000))
-def test_steps_are_few_however_wrong_the_expectation_is(length: int, expected: int | None) -> None:
+def test_wrong_expectations_take_few_steps(length: int, expected: int | None) -> None:
     costs = StepCosts(Clock())
     steps = run_text(costs, length, expected)
     sizes = [b - a for a, b in pairwise([0, *steps])]
-    assert all(size >= LEAST_TOKENS for size in sizes)
+    assert all(size >= MIN_STEP_TOKENS for size in sizes)
     assert len(steps) <= math.log2(3000) + math.log(max(length, 2), 1.5)
     if expected is None:
-        # Each step leaves at most a third of the text to those after it.
+        # Each step leaves at most a third of the text to later steps.
         left = length - (steps[-1] if steps else 0)
-        assert left < max(LEAST_TOKENS, length / 3) + 1
-
-
-def test_text_of_unknown_length_is_sent_each_time_it_has_grown_by_half() -> None:
-    steps = run_text(StepCosts(Clock()), 1000, None)
-    assert steps[0] == LEAST_TOKENS
-    # 64 tokens are the least, up to which a half of the text is less.
-    assert [round(b / a, 1) for a, b in pairwise(steps[1:])] == [1.5] * 5
+        assert left < max(MIN_STEP_TOKENS, length / 3) + 1
 
 
 @pytest.mark.parametrize(("overhead", "least"), [(0.0, 64), (0.05, 64), (0.2, 200), (3.0, 3000)])
-def test_a_step_computes_at_least_what_its_overhead_is_worth(overhead: float, least: int) -> None:
+def test_a_step_is_worth_its_overhead(overhead: float, least: int) -> None:
     assert measured(overhead).least_tokens == pytest.approx(least, rel=0.01)
 
 
@@ -93,23 +84,21 @@ def test_measurements_expire() -> None:
         costs.add(10, 0, 10.0, before=0)
     assert not costs.pays(1000, 0)
     clock.now = 61.0
-    assert costs.pays(LEAST_TOKENS, 0)
+    assert costs.pays(MIN_STEP_TOKENS, 0)
 
 
-def test_a_server_that_does_not_report_what_was_cached_gets_larger_steps() -> None:
+def test_servers_without_cache_report_get_larger_steps() -> None:
     costs = StepCosts(Clock())
     assert costs.add(1000, None, 0.1, before=500)
-    assert not costs.pays(LEAST_UNMEASURED_TOKENS - 1, 0)
-    assert costs.pays(LEAST_UNMEASURED_TOKENS, 0)
-    # It is measured as soon as it reports.
+    assert not costs.pays(MIN_UNMEASURED_STEP_TOKENS - 1, 0)
+    assert costs.pays(MIN_UNMEASURED_STEP_TOKENS, 0)
+    # It is measured from its first report on.
     costs.add(100, 0, 0.1, before=0)
-    assert costs.pays(LEAST_TOKENS, 0)
+    assert costs.pays(MIN_STEP_TOKENS, 0)
 
 
 @pytest.mark.parametrize(("cached", "is_found"), [(0, False), (499, False), (500, True)])
-def test_nothing_pays_for_a_minute_after_the_cache_lost_a_prompt(
-    cached: int, is_found: bool
-) -> None:
+def test_nothing_pays_after_the_cache_lost_a_prompt(cached: int, is_found: bool) -> None:
     clock = Clock()
     costs = StepCosts(clock)
     assert costs.add(2000, cached, 0.1, before=1000) == is_found
@@ -119,17 +108,17 @@ def test_nothing_pays_for_a_minute_after_the_cache_lost_a_prompt(
     assert costs.pays(100_000, 0)
 
 
-def test_a_step_fills_at_least_a_block_of_the_cache() -> None:
+def test_a_step_fills_at_least_a_cache_block() -> None:
     clock = Clock()
     costs = StepCosts(clock)
     # Blocks of 128 tokens: of 1,010 tokens, seven blocks were kept.
     assert costs.add(1200, 7 * 128, 0.1, before=1010)
     assert costs.least_tokens == 1010 - 7 * 128
     clock.now = 61.0
-    assert costs.least_tokens == LEAST_TOKENS
+    assert costs.least_tokens == MIN_STEP_TOKENS
 
 
-def test_steps_that_found_everything_cached_say_nothing_about_costs() -> None:
+def test_fully_cached_steps_are_not_measured() -> None:
     costs = StepCosts(Clock())
     costs.add(1000, 1000, 5.0, before=0)
-    assert costs.least_tokens == LEAST_TOKENS
+    assert costs.least_tokens == MIN_STEP_TOKENS

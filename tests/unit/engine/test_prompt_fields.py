@@ -45,7 +45,7 @@ class RecordingClient(EngineClient):
         return RenderedText(text="rendered")
 
 
-def test_only_set_fields_that_shape_the_prompt_are_kept() -> None:
+def test_only_set_prompt_fields_are_kept() -> None:
     body = {**FIELDS, "model": "m", "messages": MESSAGES, "temperature": 0.0, "stream": True}
     assert prompt_fields(body) == FIELDS
     assert prompt_fields({"messages": [], "tools": [], "chat_template_kwargs": {}}) == {}
@@ -58,7 +58,7 @@ async def test_the_engine_is_given_all_fields() -> None:
     assert client.sent == [("/render", {"messages": MESSAGES, **FIELDS})]
 
 
-async def test_a_server_without_the_plugin_is_given_all_fields() -> None:
+async def test_a_plain_server_is_given_all_fields() -> None:
     async with RecordingClient("/render", "/tokenize") as client:
         with pytest.raises(EngineError, match="cannot convert"):
             await client.render(MESSAGES, **FIELDS)

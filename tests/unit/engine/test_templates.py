@@ -78,6 +78,6 @@ def test_predicted_prompt_equals_the_prompt_sent(
 
 
 @pytest.mark.parametrize("family", sorted(ALTERNATING))
-def test_template_that_refuses_consecutive_users_raises(family: str) -> None:
+def test_a_template_may_refuse_consecutive_users(family: str) -> None:
     with pytest.raises(MalformedRequest, match="alternate"):
         asyncio.run(predict_and_send(family, ["a", "b"], merge=False, tools=False))

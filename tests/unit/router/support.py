@@ -73,7 +73,7 @@ class FakeConnections(Connections):
         self.asked: list[Any] = []
 
     async def ask(
-        self, url: str, headers: Mapping[str, str], body: bytes | None = None, *, seconds: float
+        self, url: str, headers: Mapping[str, str], body: bytes | None = None, **_: float
     ) -> Response | None:
         await anyio.lowlevel.checkpoint()
         parts = urlsplit(url)

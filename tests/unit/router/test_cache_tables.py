@@ -17,20 +17,17 @@ from flashmoa.router.cache_tables import (
 )
 from flashmoa.router.flops import Measure, UnknownShape, true_flops
 from tests.unit.router.support import (
-    FLOPS,
     MEASURES,
     PROMPTS,
     SIZE,
     STEPS,
     blocks,
-    place,
-    policy,
     prefixes,
 )
 
 
 @given(one=PROMPTS, other=PROMPTS)
-def test_hashes_are_equal_exactly_up_to_the_shared_prefix(one: list[int], other: list[int]) -> None:
+def test_hashes_are_equal_in_the_shared_prefix(one: list[int], other: list[int]) -> None:
     shared = len(prefixes(one) & prefixes(other))
     pairs = zip(blocks(one).hashes, blocks(other).hashes, strict=False)
     assert [a == b for a, b in pairs].count(True) == shared
@@ -38,18 +35,12 @@ def test_hashes_are_equal_exactly_up_to_the_shared_prefix(one: list[int], other:
     assert len(blocks(one).hashes) == len(one) // SIZE
 
 
-def test_salted_and_text_prompts_share_no_hashes_with_plain_tokens() -> None:
+def test_salted_and_text_prompts_share_no_hashes() -> None:
     tokens = list(range(8))
     assert not set(token_blocks(tokens, SIZE, "a").hashes) & set(blocks(tokens).hashes)
     text = text_blocks("x" * 130)
     assert (len(text.hashes), text.length) == (2, 33)
     assert text_blocks("x" * 130 + "\ud800").hashes == text.hashes
-
-
-def test_last_token_is_always_computed() -> None:
-    assert blocks([1] * 8).cached_tokens(2) == 7
-    assert blocks([1] * 9).cached_tokens(2) == 8
-    assert blocks([]).cached_tokens(0) == 0
 
 
 class Tables(RuleBasedStateMachine):
@@ -113,9 +104,7 @@ TestTables.settings = STEPS
 
 
 @given(prompts=st.lists(PROMPTS, max_size=12), capacity=st.integers(0, 6))
-def test_bounded_table_forgets_ends_before_beginnings(
-    prompts: list[list[int]], capacity: int
-) -> None:
+def test_a_bounded_table_forgets_ends_first(prompts: list[list[int]], capacity: int) -> None:
     table = BlockTable(capacity)
     for prompt in prompts:
         table.commit(blocks(prompt).hashes)
@@ -182,29 +171,15 @@ QWEN3_235B = {
 }
 
 
-@given(start=st.integers(0, 40), more=st.integers(0, 40))
-def test_flops_are_those_of_each_token_and_each_pair(start: int, more: int) -> None:
-    naive = 0
-    for token in range(start, start + more):
-        naive += 7 + 3 * (token + 1)
-    assert FLOPS.work(start, start + more) == naive
+@given(measure=MEASURES, start=st.integers(0, 40), more=st.integers(0, 40))
+def test_work_adds_up_tokens_and_pairs(measure: Measure, start: int, more: int) -> None:
+    tokens = range(start, start + more)
+    expected = sum(measure.linear + measure.pair * (token + 1) for token in tokens)
+    assert measure.work(start, start + more) == expected
+    assert measure.work(start, start - more) == 0
 
 
-@given(measure=MEASURES, cuts=st.lists(st.integers(0, 100_000), min_size=3, max_size=3))
-def test_work_adds_up_exactly(measure: Measure, cuts: list[int]) -> None:
-    a, b, c = sorted(cuts)
-    assert measure.work(a, b) + measure.work(b, c) == measure.work(a, c)
-    assert measure.work(c, a) == 0
-
-
-def test_ten_siblings_cost_one_prefix_and_ten_suffixes() -> None:
-    routing = policy(1, FLOPS, None)
-    for number in range(10):
-        place(routing, str(number), blocks([1] * 100 + [2 + number] * 20))
-    assert routing.engines["e0"].load.total == FLOPS.work(0, 100) + 10 * FLOPS.work(100, 120)
-
-
-def test_flops_of_known_models_are_twice_their_parameters() -> None:
+def test_flops_of_models_are_twice_their_parameters() -> None:
     dense = true_flops(QWEN3_8B)
     # Its model card says 6.95 billion parameters without embeddings.
     assert dense.linear / 2 == pytest.approx(6.95e9, rel=0.002)
@@ -221,7 +196,7 @@ def test_flops_of_known_models_are_twice_their_parameters() -> None:
     assert windowed.linear - dense.linear == windowed.pair * 128
 
 
-def test_flops_include_latent_attention_and_shared_experts() -> None:
+def test_flops_include_latent_attention() -> None:
     config = {
         "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,

@@ -16,7 +16,7 @@ SMALL = EngineTraits(TOKENS, saturation=20)
 PROMPT = token_blocks([1] * 32)
 
 
-async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
+async def test_requests_wait_in_order() -> None:
     dispatcher = Dispatcher(PrefixAware())
     dispatcher.policy.join("a", SMALL)
     served: list[int] = []
@@ -38,7 +38,7 @@ async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
     assert served == [2, 3] and dispatcher.waiting == 0
 
 
-async def test_waiting_request_fails_if_no_engine_is_left() -> None:
+async def test_a_request_fails_if_no_engine_is_left() -> None:
     dispatcher = Dispatcher(PrefixAware())
     dispatcher.policy.join("a", SMALL)
     outcomes: list[str] = []
@@ -60,7 +60,7 @@ async def test_waiting_request_fails_if_no_engine_is_left() -> None:
     assert outcomes == ["none", "b"]
 
 
-async def test_load_falls_with_the_first_piece_of_an_answer_or_the_end_of_the_request() -> None:
+async def test_load_falls_with_the_first_piece_or_the_end() -> None:
     policy = PrefixAware()
     policy.join("a", EngineTraits())
     dispatcher = Dispatcher(policy)
@@ -71,15 +71,3 @@ async def test_load_falls_with_the_first_piece_of_an_answer_or_the_end_of_the_re
         async with dispatcher.place(token_blocks([2] * 32)):
             assert load(policy, "a") == 32
         assert load(policy, "a") == 0
-
-
-async def test_load_falls_with_the_blocks_that_prompts_have_announced() -> None:
-    policy = PrefixAware()
-    policy.join("a", EngineTraits())
-    dispatcher = Dispatcher(policy)
-    async with dispatcher.place(PROMPT), dispatcher.place(token_blocks([5] * 32)):
-        policy.add_blocks("a", PROMPT.hashes)
-        assert load(policy, "a") == 32
-        # Further ones are answers, or prompts of others.
-        policy.add_blocks("a", token_blocks([3] * 640).hashes)
-        assert load(policy, "a") == 32

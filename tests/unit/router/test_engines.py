@@ -1,4 +1,4 @@
-"""Test how the router watches engines, and which requests it sends to which of them."""
+"""Test how the router watches engines, and where it sends requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rig:
     Attributes:
         settings: each engine's ``/server_info`` by host; an engine without is not there.
         plugin: what their ``/flashmoa/info`` answers.
-        failures: what they answer instead at a path, or the error that is raised.
+        failures: their answers instead, or the errors that requests raise, by path.
         probes: how often they were asked whether they are ready.
     """
 
@@ -84,25 +84,22 @@ def config_at(folder: Path, config: object) -> dict[str, Any]:
     return {"model_path": str(folder)}
 
 
-async def test_work_of_all_engines_is_counted_in_the_measure_of_the_first(tmp_path: Path) -> None:
-    rig = Rig(first=config_at(tmp_path, SHAPE), unreadable={"model_path": "/nowhere"})
-    hosts = ("first", "unreadable")
-    for host in hosts:
+async def test_all_work_has_the_first_engines_measure(tmp_path: Path) -> None:
+    engines = {"one": config_at(tmp_path, SHAPE), "unreadable": {"model_path": "/nowhere"}}
+    rig = Rig(**engines)
+    for host in engines:
         await rig.probe(host)
     assert rig.units() == ["FLOPs", "FLOPs"]
-
-
-async def test_engines_that_join_together_count_work_in_one_measure(tmp_path: Path) -> None:
-    rig = Rig(one=config_at(tmp_path, SHAPE), unreadable={"model_path": "/nowhere"})
-    async with rig.pool.running():
+    rig = Rig(**engines)
+    async with rig.pool.running():  # Both join at the same time.
         assert rig.units() in (["FLOPs", "FLOPs"], ["tokens", "tokens"])
 
 
 @pytest.mark.parametrize("config", [[], 3, SHAPE | {"layer_types": [{}, []]}, None, ...])
-async def test_engine_without_a_config_that_can_be_read_joins_and_counts_tokens(
+async def test_an_engine_without_config_counts_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: object
 ) -> None:
-    # If the engine does not tell where its config is, that of the working folder is not it.
+    # Without a path from the engine, the config in the working folder must not be used.
     settings = config_at(tmp_path, SHAPE if config is ... else config)
     monkeypatch.chdir(tmp_path)
     rig = Rig(one={} if config is ... else settings)
@@ -110,7 +107,7 @@ async def test_engine_without_a_config_that_can_be_read_joins_and_counts_tokens(
 
 
 @pytest.mark.parametrize("failure", [(500, {}), None, EngineLost("closed")])
-async def test_engine_that_fails_to_tell_its_settings_is_asked_again(failure: object) -> None:
+async def test_an_engine_is_asked_again_for_settings(failure: object) -> None:
     rig = Rig(one={"chunked_prefill_size": 100, "kv_events_config": EVENTS})
     rig.failures["/server_info"] = failure
     async with rig.pool.running():
@@ -143,7 +140,7 @@ async def test_engine_that_never_answers_is_logged_once(caplog: pytest.LogCaptur
         ({}, True, True),
     ],
 )
-async def test_engine_that_drains_leaves_and_a_silent_one_if_it_has_also_failed_a_request(
+async def test_draining_and_failing_engines_leave(
     answer: object, stays: bool, stays_after_a_failure: bool
 ) -> None:
     rig = Rig(one={})
@@ -159,9 +156,7 @@ async def test_engine_that_drains_leaves_and_a_silent_one_if_it_has_also_failed_
 
 
 @pytest.mark.parametrize(("answer", "most"), [({}, 2), (None, 1)])
-async def test_requests_that_fail_together_cause_two_probes_at_most(
-    answer: object, most: int
-) -> None:
+async def test_failures_together_cause_two_probes(answer: object, most: int) -> None:
     rig = Rig(one={})
     engine = await rig.probe()
     rig.failures["/health/ready"], rig.probes = answer, 0
@@ -180,7 +175,7 @@ async def test_requests_that_fail_together_cause_two_probes_at_most(
     ],
 )
 @pytest.mark.parametrize("told", [None, 50])
-async def test_settings_of_one_rank_are_multiplied_by_ranks_that_cannot_be_named(
+async def test_settings_of_a_rank_are_multiplied_by_ranks(
     info: dict[str, int], saturation: int, blocks: int, told: int | None
 ) -> None:
     """An engine with the plugin tells its largest forward, which may be smaller than its chunks."""
@@ -192,31 +187,32 @@ async def test_settings_of_one_rank_are_multiplied_by_ranks_that_cannot_be_named
     assert rig.policy.joined == {URL: EngineTraits(TOKENS, saturation, blocks)}
 
 
-async def test_events_at_no_port_are_not_followed_and_the_log_says_why(
-    caplog: pytest.LogCaptureFixture,
+IPC = json.dumps({"publisher": "zmq", "endpoint": "ipc:///tmp/events"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "logged"),
+    [
+        ({"kv_events_config": IPC}, ["ipc:///tmp/events", '"endpoint": "tcp://*:5557"']),
+        (RANKS | {"kv_events_config": EVENTS}, ["each data-parallel rank has its own"]),
+    ],
+)
+async def test_unusable_events_are_logged(
+    settings: dict[str, Any], logged: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    published = {"publisher": "zmq", "endpoint": "ipc:///tmp/events"}
-    engine = await Rig(one={"kv_events_config": json.dumps(published)}).probe()
+    engine = await Rig(one=settings).probe()
     assert engine.is_up and engine.events is None
-    assert "ipc:///tmp/events" in caplog.text and '"endpoint": "tcp://*:5557"' in caplog.text
+    assert all(text in caplog.text for text in logged)
 
 
-async def test_an_engine_with_several_ranks_is_one_whose_events_are_not_followed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = await Rig(one=RANKS | {"kv_events_config": EVENTS}).probe()
-    assert engine.is_up and engine.events is None
-    assert "each data-parallel rank has its own" in caplog.text
-
-
-async def test_a_stream_all_about_it_and_the_next_prompt_like_it_go_to_one_engine() -> None:
+async def test_a_stream_and_prompts_like_it_go_to_one_engine() -> None:
     engines = [FakeEngine("s"), FakeEngine("s")]
     async with routing(*engines) as router:
         for path, body in (
             ("/generate", {"text": "a" * 400}),
             ("/prompt_streams", {"text": "b" * 400}),
             ("/prompt_streams/s/append", {"text": "more"}),
-            # From now on the other engine has less in its cache, and gets what is new.
+            # From now on the other engine has less in its cache, and gets new prompts.
             ("/generate", {"text": "b" * 4000}),
             ("/generate", {"text": "c" * 400, "prompt_stream_id": "s"}),
             ("/generate", {"text": "c" * 500}),
@@ -226,7 +222,7 @@ async def test_a_stream_all_about_it_and_the_next_prompt_like_it_go_to_one_engin
     assert sorted(len(engine.requests) for engine in engines) == [1, 5]
 
 
-async def test_an_engine_takes_requests_at_any_saturation() -> None:
+async def test_engines_take_requests_at_any_saturation() -> None:
     async with routing(FakeEngine(), saturation_margin=1e-9) as router:
         with anyio.fail_after(30):
             assert (await router("POST", "/generate", b'{"text": "x"}', KEY))[0] == 200

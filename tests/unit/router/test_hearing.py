@@ -76,7 +76,7 @@ async def router_of(*engines: TellingEngine) -> AsyncGenerator[httpx.AsyncClient
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_lines_arrive_whole_and_in_the_order_of_their_engine(size: int) -> None:
+async def test_lines_arrive_whole_and_in_order(size: int) -> None:
     engines: list[TellingEngine] = []
     for engine in range(2):
         lines = [b'{"call":"%d","at":%d}\n%s' % (engine, at, b"\n" * (at % 2)) for at in range(5)]
@@ -154,7 +154,7 @@ class Client:
 @pytest.mark.parametrize(
     ("ending", "asked"), [(None, 1), (404, 1), (503, 2), (200, 2), (EngineLost("it broke"), 2)]
 )
-async def test_an_engine_that_does_not_tell_is_asked_again_at_the_next_call_if_it_may_tell(
+async def test_an_engine_that_may_tell_is_asked_again(
     ending: int | EngineLost | None, asked: int
 ) -> None:
     connections, client = ScriptedConnections(ending), Client()
@@ -171,9 +171,7 @@ async def test_an_engine_that_does_not_tell_is_asked_again_at_the_next_call_if_i
     assert connections.left == connections.asked
 
 
-async def test_a_client_that_does_not_read_loses_its_channel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_client_must_read_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hearing, "_MAX_WAITING_BYTES", 1000)
     connections, client = ScriptedConnections(None, *[b"x" * 99] * 20), Client()
     channels = HeardChannels(connections)
@@ -189,7 +187,7 @@ async def test_a_client_that_does_not_read_loses_its_channel(
         assert client.read.split() == [LISTENING.strip()] and not channels._open
 
 
-async def test_only_the_newer_channel_of_an_id_hears_calls_in_flight() -> None:
+async def test_the_newer_channel_of_an_id_hears_calls() -> None:
     connections = ScriptedConnections(None, b"line")
     channels = HeardChannels(connections)
     older, newer = Client(), Client()

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.router.application import application
-from flashmoa.router.cache_tables import EngineTraits, token_blocks
+from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS
@@ -48,7 +48,7 @@ def stored(first: int, blocks: int) -> list[object]:
 STORED = stored(1, 2)
 
 
-def batch(*events: list[object]) -> bytes:
+def batch(*events: object) -> bytes:
     return msgspec.msgpack.encode([0.0, events, 0])
 
 
@@ -57,7 +57,7 @@ def batch(*events: list[object]) -> bytes:
     page=st.sampled_from([1, 2, 3, 4, 8]),
     seed=st.integers(0, 1000),
 )
-def test_reported_pages_become_the_hashes_of_prompts(
+def test_reported_pages_become_hashes_of_prompts(
     prompts: list[list[int]], page: int, seed: int
 ) -> None:
     """Compare with an engine whose cache is a set of page prefixes, evicted from their ends."""
@@ -105,44 +105,49 @@ def dispatcher(policy: PrefixAware) -> Dispatcher:
     return Dispatcher(policy)
 
 
-def test_events_of_sglang_0_5_21_and_later_name_their_fields(
-    policy: PrefixAware, dispatcher: Dispatcher
-) -> None:
+def named(event: list[object], **more: object) -> dict[str, object]:
+    """Return an event in the form of SGLang 0.5.21 and later."""
     names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
-    event = dict(zip(names, STORED, strict=False))
-    removed = {"type": "BlockRemoved", "block_hashes": [2]}
-    reader, salted = KvEventReader(dispatcher, "a"), token_blocks([1] * 32, salt="x")
-    for sequence, message, prompt, matched in [
-        (0, event | {"medium": "GPU", "session_id": "s"}, PROMPT, 31),
-        (1, removed | {"medium": "CPU_PINNED"}, PROMPT, 31),
-        (2, removed, PROMPT, 16),
-        (3, {"type": "AllBlocksCleared"}, PROMPT, 0),
-        (4, event | {"cache_salt": "x"}, salted, 31),
-    ]:
-        reader.receive(sequence, msgspec.msgpack.encode([0.0, [message], 0]))
-        assert policy.matched_tokens("a", prompt) == matched, sequence
+    return {**dict(zip(names, event, strict=False)), **more}
 
 
-def test_events_change_an_engines_table_and_what_is_unreadable_or_missing_empties_it(
-    policy: PrefixAware, dispatcher: Dispatcher
+SALTED, UNITS = token_blocks([1] * 32, salt="x"), list(range(33))
+# With speculative decoding, pages consist of pairs of tokens.
+PAIRS = [*STORED[:3], list(pairwise(UNITS)), *STORED[4:]]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [
+            (0, batch(named(STORED, medium="GPU", session_id="s")), PROMPT, 31),
+            (1, batch(named(["BlockRemoved", [2]], medium="CPU_PINNED")), PROMPT, 31),
+            (2, batch(named(["BlockRemoved", [2]])), PROMPT, 16),
+            (3, batch(named(["AllBlocksCleared"])), PROMPT, 0),
+            (4, batch(named(STORED, cache_salt="x")), SALTED, 31),
+        ],
+        [
+            (4, batch(STORED), PROMPT, 31),
+            (5, batch(["BlockRemoved", [2], "CPU_PINNED"]), PROMPT, 31),
+            (6, batch(["BlockRemoved", [2], "GPU"]), PROMPT, 16),
+            (8, batch(), PROMPT, 0),
+            (9, batch([*STORED, {"cache_salt": "x"}]), SALTED, 31),
+            (10, batch(["AllBlocksCleared"]), SALTED, 0),
+            (11, batch(STORED), PROMPT, 31),
+            (12, b"\xc1", PROMPT, 0),
+            (13, batch(PAIRS), token_blocks(UNITS), 32),
+            (14, batch(["BlockStored", [1], None, [-1] * 16, 16]), token_blocks(UNITS), 0),
+            (15, batch(STORED), PROMPT, 31),
+            (16, b"\x91" * 10_000, PROMPT, 0),
+        ],
+    ],
+    ids=["named", "positional"],
+)
+def test_events_change_a_table_and_gaps_empty_it(
+    rows: list[tuple[int, bytes, Blocks, int]], policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:
-    salted, tokens = token_blocks([1] * 32, salt="x"), list(range(33))
-    pairs = [*STORED[:3], list(pairwise(tokens)), *STORED[4:]]  # Of speculative decoding.
     reader = KvEventReader(dispatcher, "a")
-    for sequence, message, prompt, matched in [
-        (4, batch(STORED), PROMPT, 31),
-        (5, batch(["BlockRemoved", [2], "CPU_PINNED"]), PROMPT, 31),
-        (6, batch(["BlockRemoved", [2], "GPU"]), PROMPT, 16),
-        (8, batch(), PROMPT, 0),
-        (9, batch([*STORED, {"cache_salt": "x"}]), salted, 31),
-        (10, batch(["AllBlocksCleared"]), salted, 0),
-        (11, batch(STORED), PROMPT, 31),
-        (12, b"\xc1", PROMPT, 0),
-        (13, batch(pairs), token_blocks(tokens), 32),
-        (14, batch(["BlockStored", [1], None, [-1] * 16, 16]), token_blocks(tokens), 0),
-        (15, batch(STORED), PROMPT, 31),
-        (16, b"\x91" * 10_000, PROMPT, 0),
-    ]:
+    for sequence, message, prompt, matched in rows:
         reader.receive(sequence, message)
         assert policy.matched_tokens("a", prompt) == matched, sequence
 
@@ -190,7 +195,7 @@ async def publishing() -> AsyncGenerator[tuple[Publisher, str]]:
         context.term()
 
 
-async def test_blocks_are_forgotten_if_events_are_followed_no_longer(
+async def test_blocks_are_forgotten_when_following_ends(
     policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:
     async with publishing() as (publisher, source), anyio.create_task_group() as group:
@@ -205,7 +210,7 @@ async def test_blocks_are_forgotten_if_events_are_followed_no_longer(
                 await anyio.sleep(0.005)
 
 
-def test_a_message_of_many_events_is_one_reason_to_place_waiting_requests(
+def test_a_message_causes_one_round_of_routing(
     dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[None] = []
@@ -215,7 +220,7 @@ def test_a_message_of_many_events_is_one_reason_to_place_waiting_requests(
     assert len(rounds) == 1
 
 
-async def test_events_are_followed_as_the_engine_advertises_them_when_it_rejoins() -> None:
+async def test_a_rejoined_engines_events_are_followed() -> None:
     engine, refused = FakeEngine(needs_key=False), ("GET", "/health/ready")
     async with (
         publishing() as (publisher, before),
@@ -229,8 +234,8 @@ async def test_events_are_followed_as_the_engine_advertises_them_when_it_rejoins
             line = f'flashmoa_router_engine_{gauge}{{engine="{url}"}} {value}.0\n'
             with anyio.fail_after(20):
                 while line not in (text := (await router("GET", "/metrics"))[1].decode()):
-                    # A subscription takes a moment. What is published at the old port is another
-                    # engine's once this one has moved.
+                    # A subscription takes a moment. Events at the old port are of another engine
+                    # once this engine has moved.
                     await publisher.publish(STORED)
                     await other.publish(stored(3, 3))
                     await anyio.sleep(0.005)

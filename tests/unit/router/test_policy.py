@@ -46,7 +46,7 @@ def test_without_patience_the_choice_is_the_papers(candidates: list[EngineCandid
 
 
 @given(candidates=CANDIDATES, patience=st.sampled_from([1, 8]))
-def test_choice_weighs_delay_against_the_work_that_a_match_saves(
+def test_choice_weighs_delay_against_saved_work(
     candidates: list[EngineCandidate], patience: int
 ) -> None:
     chosen = choose_engine(candidates, patience)
@@ -73,7 +73,7 @@ def test_choice_weighs_delay_against_the_work_that_a_match_saves(
     limit=st.integers(1, 200),
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=60),
 )
-def test_round_overfills_each_engine_by_at_most_one_request(
+def test_a_round_overfills_engines_by_one_request(
     measure: Measure, engines: int, limit: int, prompts: list[list[int]]
 ) -> None:
     routing = policy(engines, measure, limit)
@@ -100,7 +100,7 @@ def test_round_overfills_each_engine_by_at_most_one_request(
         st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=12), max_size=5
     ),
 )
-def test_requests_wait_despite_free_engines_only_for_a_saturated_one(
+def test_requests_wait_only_for_saturated_engines(
     measure: Measure, engines: int, limit: int, patience: float, rounds: list[list[list[int]]]
 ) -> None:
     routing = policy(engines, measure, limit, patience)
@@ -126,22 +126,24 @@ def test_requests_wait_despite_free_engines_only_for_a_saturated_one(
             assert any(matched[name] for name in names if name not in room)
 
 
-def test_a_few_tokens_that_all_prompts_share_do_not_leave_engines_idle() -> None:
-    routing = policy(4, TOKENS, 200, patience=8.0)
-    queue = [WaitingRequest(str(n), blocks([9] * 4 + [n] * 60)) for n in range(12)]
-    placed = routing.route(queue)
-    assert [list(placed.values()).count(f"e{number}") for number in range(4)] == [3] * 4
-
-
-def test_prefix_of_more_work_than_its_own_spreads_over_engines() -> None:
-    routing = policy(4, TOKENS, 400, patience=8.0)
-    hot = [WaitingRequest(str(n), blocks([9] * 40 + [n] * 20)) for n in range(40)]
-    placed = routing.route(hot)
+@pytest.mark.parametrize(
+    ("limit", "prefix", "rest", "requests", "slack"),
+    [
+        (200, 4, 60, 12, 0),  # A few tokens that all prompts share leave no engine idle.
+        (400, 40, 20, 40, 4),  # A prefix of more work than its own is worth computing again.
+    ],
+)
+def test_shared_prefixes_spread_over_engines(
+    limit: int, prefix: int, rest: int, requests: int, slack: int
+) -> None:
+    routing = policy(4, TOKENS, limit, patience=8.0)
+    prompts = [blocks([9] * prefix + [n] * rest) for n in range(requests)]
+    placed = routing.route([WaitingRequest(str(n), one) for n, one in enumerate(prompts)])
     counts = [list(placed.values()).count(f"e{number}") for number in range(4)]
-    assert len(placed) == 40 and min(counts) > 0 and max(counts) <= min(counts) + 4
+    assert sum(counts) == requests and 0 < max(counts) <= min(counts) + slack
 
 
-def test_requests_that_wait_for_an_engine_delay_those_behind_them() -> None:
+def test_waiting_requests_delay_later_ones() -> None:
     """The work that waits for the first engine becomes more than its prefix saves."""
     routing = policy(2, TOKENS, 60, patience=2.0)
     document = [9] * 40
@@ -151,7 +153,7 @@ def test_requests_that_wait_for_an_engine_delay_those_behind_them() -> None:
     assert "2" not in placed and "e1" in placed.values()
 
 
-def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
+def test_a_request_that_waits_is_overtaken() -> None:
     routing = policy(2, TOKENS, 10, patience=2.0)
     queue = [WaitingRequest("first", blocks(DOCUMENT)), WaitingRequest("other", blocks([1] * 4))]
     assert routing.route(queue) == {"first": "e0", "other": "e1"}
@@ -180,7 +182,7 @@ def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
         (30, 40, "012", "e1"),
     ],
 )
-def test_siblings_go_where_they_are_finished_first_and_the_others_follow(
+def test_siblings_go_where_they_finish_first(
     limit: int, busy: int, first: str, engine: str
 ) -> None:
     routing = policy(2, TOKENS, limit, patience=9.0)
@@ -233,7 +235,7 @@ def test_loads_are_always_those_of_the_work_left(
     assert all(one.load.total == 0 for one in routing.engines.values())
 
 
-def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full() -> None:
+def test_a_burst_of_siblings_spills_when_full() -> None:
     routing = policy(2, TOKENS, 30)
     siblings = [blocks([*DOCUMENT, number, number]) for number in range(14)]
     places = [place(routing, str(number), one) for number, one in enumerate(siblings)]
@@ -261,7 +263,7 @@ def test_engine_that_left_is_forgotten() -> None:
     assert place(routing, "c", prompt) is None
 
 
-def test_failed_request_removes_its_promised_blocks_and_a_computed_one_does_not() -> None:
+def test_a_failed_request_removes_promised_blocks() -> None:
     routing = policy(1, TOKENS, None)
     prompt = blocks([1] * 17)
     place(routing, "a", prompt)

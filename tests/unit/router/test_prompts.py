@@ -23,7 +23,7 @@ async def found(body: dict[str, Any], answer: object = None) -> tuple[Blocks, li
     return await find_blocks(body, connections, engine, {}), connections.asked
 
 
-async def test_an_engine_tokenises_a_prompt_that_is_one_text() -> None:
+async def test_an_engine_tokenises_a_text() -> None:
     answer = {"tokens": [1] * 32}
     assert await found({"text": "a b"}, answer) == (PROMPT, [{"prompt": "a b"}])
     assert await found({"input_ids": [1] * 32}, answer) == (PROMPT, [])
@@ -38,7 +38,7 @@ async def test_an_engine_tokenises_a_prompt_that_is_one_text() -> None:
 
 
 @pytest.mark.parametrize("answer", [(500, {}), {"tokens": ["x"]}, {}, [1]])
-async def test_prompt_that_no_engine_tokenises_has_the_blocks_of_its_text(answer: object) -> None:
+async def test_an_untokenised_prompt_has_blocks_of_text(answer: object) -> None:
     assert (await found({"text": QUERY}, answer))[0] == text_blocks(QUERY)
 
 

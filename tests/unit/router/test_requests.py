@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -30,36 +31,40 @@ pytestmark = pytest.mark.anyio
 GENERATE = "/generate"
 
 
-async def test_requests_about_a_stream_go_to_its_engine() -> None:
+@asynccontextmanager
+async def streams_on_two_engines() -> AsyncGenerator[tuple[RouterClient, list[FakeEngine]]]:
+    """Open the stream ``a`` on the first engine, and ``b`` on the second."""
     engines = [FakeEngine("a"), FakeEngine("b")]
     async with routing(*engines, policy=InTurn()) as client:
         for _ in engines:
             assert (await client("POST", STREAMS, b'{"text": "x"}', KEY))[0] == 200
+        yield client, engines
+    assert engines[0].requests == [f"POST {STREAMS}"]
+    assert engines[1].requests.pop(0) == f"POST {STREAMS}"
+
+
+async def test_requests_about_a_stream_go_to_its_engine() -> None:
+    async with streams_on_two_engines() as (client, engines):
         for method, rest in (("POST", "/keep_alive"), ("POST", "/append"), ("GET", "")):
             assert (await client(method, f"{STREAMS}/b{rest}", headers=KEY))[0] == 200
         status, content = await client("POST", f"{STREAMS}/c/keep_alive", headers=KEY)
         assert status == 404 and json.loads(content)["error"]["code"] == "unknown_stream"
     posts = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
-    assert engines[0].requests == [f"POST {STREAMS}"]
-    assert engines[1].requests == [f"POST {STREAMS}", *posts, f"GET {STREAMS}/b"]
+    assert engines[1].requests == [*posts, f"GET {STREAMS}/b"]
 
 
 @pytest.mark.parametrize("is_in_body", [True, False], ids=["body", "header"])
-async def test_a_request_goes_to_the_engine_of_the_stream_that_it_names(is_in_body: bool) -> None:
-    engines = [FakeEngine("a"), FakeEngine("b")]
-    async with routing(*engines, policy=InTurn()) as client:
-        for _ in engines:
-            assert (await client("POST", STREAMS, b'{"text": "x"}', KEY))[0] == 200
-        body = b'{"text": "x", "prompt_stream_id": "b"}' if is_in_body else b'{"text": "x"}'
-        headers = KEY if is_in_body else {**KEY, "X-Request-Id-FlashMoA-Stream": "b"}
+async def test_a_request_goes_to_its_streams_engine(is_in_body: bool) -> None:
+    body = b'{"text": "x", "prompt_stream_id": "b"}' if is_in_body else b'{"text": "x"}'
+    headers = KEY if is_in_body else {**KEY, "X-Request-Id-FlashMoA-Stream": "b"}
+    async with streams_on_two_engines() as (client, engines):
         for _ in range(2):
             assert (await client("POST", GENERATE, body, headers))[0] == 200
-    assert engines[0].requests == [f"POST {STREAMS}"]
-    assert engines[1].requests == [f"POST {STREAMS}", *[f"POST {GENERATE}"] * 2]
+    assert engines[1].requests == [f"POST {GENERATE}"] * 2
 
 
 @pytest.mark.parametrize("path", [STREAMS, "/prefill_only"])
-async def test_what_a_draining_engine_refuses_goes_to_another_engine(path: str) -> None:
+async def test_a_draining_engines_refusals_go_elsewhere(path: str) -> None:
     """The router has not noticed yet that the engine drains; afterwards it sends nothing there."""
     engines = [FakeEngine("a"), FakeEngine("b")]
     async with routing(*engines, policy=InTurn()) as client:
@@ -75,10 +80,8 @@ async def test_what_a_draining_engine_refuses_goes_to_another_engine(path: str) 
         assert engines[0].requests == []
 
 
-async def test_requests_leave_an_engine_that_has_vanished_after_one_probe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is sent to it gets no answer, as if a network dropped it."""
+async def test_requests_leave_a_vanished_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to it get no answer, as if a network dropped them."""
     engines = [FakeEngine(), FakeEngine()]
     gone: list[str] = []
     probes = 0
@@ -94,7 +97,7 @@ async def test_requests_leave_an_engine_that_has_vanished_after_one_probe(
         raise EngineLost("no connection in time", reached=False)
 
     monkeypatch.setattr(Connections, "_send", drop)
-    monkeypatch.setattr("flashmoa.router.engines._PROBE_SECONDS", 0.1)
+    monkeypatch.setitem(Connections.ask.__kwdefaults__, "seconds", 0.1)
     policy = InTurn()
     async with routing(*engines, policy=policy) as client, anyio.create_task_group() as group:
         gone.append(next(iter(policy.engines)))
@@ -107,7 +110,7 @@ async def test_requests_leave_an_engine_that_has_vanished_after_one_probe(
     assert probes == 1 and sorted(len(engine.requests) for engine in engines) == [0, 10]
 
 
-async def test_a_refusal_is_passed_on_if_no_engine_drains() -> None:
+async def test_other_refusals_are_passed_on() -> None:
     """An engine whose weights are changed refuses streams, too; it takes other requests."""
     engine = FakeEngine("a")
     engine.refuses = {("POST", STREAMS)}
@@ -148,7 +151,7 @@ async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> N
         assert engine.requests == [*known, f"GET {STREAMS}/a"]
 
 
-async def test_shell_router_refuses_a_wrong_api_key_at_once() -> None:
+async def test_the_shell_router_refuses_a_wrong_api_key() -> None:
     engine, parts = FakeEngine("a"), [{"type": "agent", "agent": "absent"}]
     messages = [{"role": "user", "content": parts}]
     async with pair(engine, 60) as client:
@@ -188,7 +191,7 @@ async def test_too_large_body_is_refused() -> None:
         ("GET", STREAMS, 405),  # An engine only counts them; nothing names a stream.
     ],
 )
-async def test_what_the_router_has_no_route_for_is_refused_in_its_own_form(
+async def test_missing_routes_are_refused_in_the_own_form(
     method: str, path: str, status: int
 ) -> None:
     engine = FakeEngine("a")
@@ -201,9 +204,7 @@ async def test_what_the_router_has_no_route_for_is_refused_in_its_own_form(
 
 
 @pytest.mark.parametrize("path", ["%2F@127.0.0.1:9/x", "%2Fgenerate"])
-async def test_a_path_cannot_change_the_host_that_a_request_is_sent_to(
-    any_router: RouterClient, path: str
-) -> None:
+async def test_a_path_cannot_change_the_host(any_router: RouterClient, path: str) -> None:
     status, content = await any_router("POST", path, b'{"text": "x"}')
     assert status == 404 and b"the router has no POST /" in content
 
@@ -281,7 +282,7 @@ async def test_body_of_any_depth_is_passed_on_or_refused(
     query=st.binary(max_size=8),
     header=HEADER.map(str.strip),
 )
-async def test_no_request_makes_a_router_fail_and_what_it_refuses_is_explained(
+async def test_no_request_makes_a_router_fail(
     any_router: RouterClient,
     route: tuple[str, str],
     name: str,

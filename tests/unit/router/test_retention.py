@@ -12,7 +12,7 @@ from tests.unit.router.support import FakeEngine, routing
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_router_keeps_nothing_of_requests_that_are_over() -> None:
+async def test_a_router_keeps_nothing_of_requests() -> None:
     engine = FakeEngine("s1", needs_key=False)
 
     async with routing(engine) as client:

@@ -36,7 +36,7 @@ def key_of(agent: str, client: str = "", workflow: str = "w") -> tuple[str, str,
 
 
 def reading(*parts: str | dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the body of a chat with one message of these parts; a name in brackets is an agent."""
+    """Return the body of a chat whose message has these parts. A name in brackets is an agent."""
     content = [
         part
         if isinstance(part, dict)
@@ -48,7 +48,7 @@ def reading(*parts: str | dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], **more}
 
 
-def test_parts_of_a_chat_become_the_body_that_is_sent() -> None:
+def test_parts_of_a_chat_become_a_body() -> None:
     image = {"type": "image_url", "image_url": {"url": "u"}}
     body = reading("Judge: ", "[a]", "Again: ", "[a]", agent="b", workflow="w", stream=True)
     body["messages"] += [
@@ -82,12 +82,12 @@ def test_request_without_agents_is_unchanged(body: dict[str, Any]) -> None:
         (reading("x", agent="a", n=2), "one answer"),
     ],
 )
-def test_malformed_request_is_refused_with_the_reason(body: dict[str, Any], message: str) -> None:
+def test_a_malformed_request_is_refused(body: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_request(body)
 
 
-def test_agents_differ_between_workflows_and_clients() -> None:
+def test_agents_differ_by_workflow_and_client() -> None:
     cache = AgentPromptCache()
     mine = cache.read(key_of("a"))
     assert cache.read(key_of("a")) is mine
@@ -95,7 +95,7 @@ def test_agents_differ_between_workflows_and_clients() -> None:
     assert cache.read(key_of("a", client="Bearer x")) is not mine
 
 
-def test_answers_are_kept_while_they_are_used_and_those_that_were_begun_last() -> None:
+def test_used_and_latest_answers_are_kept() -> None:
     cache = AgentPromptCache(most=2)
     writing, waited_for = cache.begin(key_of("a")), cache.read(key_of("x"))
     for number in range(100):
@@ -104,12 +104,12 @@ def test_answers_are_kept_while_they_are_used_and_those_that_were_begun_last() -
     assert cache.read(key_of("a")) is writing and cache.begin(key_of("x")) is waited_for
     again = cache.begin(key_of("x"))  # An agent that is asked again writes another answer.
     assert again is not waited_for and cache.read(key_of("x")) is again
-    for number in (0, 99):  # The last one has been forgotten for these two.
+    for number in (0, 99):  # The two answers of `x` have replaced the latest one, too.
         assert not cache.read(key_of(f"begun-{number}")).is_over
     assert len(cache._answers) == 2
 
 
-async def test_an_early_chat_is_rendered_with_every_field_that_shapes_its_prompt() -> None:
+async def test_an_early_chat_has_every_prompt_field() -> None:
     rendered: list[dict[str, Any]] = []
 
     class Engine:
@@ -124,7 +124,7 @@ async def test_an_early_chat_is_rendered_with_every_field_that_shapes_its_prompt
     assert prompt.stable() == "Sum up." and rendered == [fields]
 
 
-async def test_an_early_prompt_grows_with_its_answers_and_its_stream_is_released() -> None:
+async def test_an_early_prompt_grows_with_its_answers() -> None:
     answer = ReadableAnswer("a")
     request = parse_request(reading("Judge: ", "[a]", "!"))
     async with (
@@ -146,7 +146,7 @@ async def test_an_early_prompt_grows_with_its_answers_and_its_stream_is_released
     assert engine.routes()[-1] == "delete" and not group.cancel_scope.cancelled_caught
 
 
-async def test_a_prompt_that_no_text_can_have_is_left_to_its_request() -> None:
+async def test_an_impossible_prompt_is_left_to_its_request() -> None:
     answer = ReadableAnswer("a")
     answer.close()
     request = parse_request(reading("[a]", "x\ud800"))
@@ -170,7 +170,7 @@ def chunk(text: str | None, reason: str | None = None) -> dict[str, Any]:
 
 
 @given(cut=st.integers(1, 40))
-def test_answer_is_recorded_however_its_stream_is_cut(cut: int) -> None:
+def test_answers_are_recorded_however_they_are_cut(cut: int) -> None:
     answer = ReadableAnswer("a")
     recorder = AnswerRecorder(answer, is_stream=True)
     last = {"error": None, **chunk("k", "stop")}
@@ -214,9 +214,7 @@ async def test_unusable_response_fails_its_answer(
         await answer.complete()
 
 
-async def test_answer_whose_client_leaves_while_it_waits_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_writer_that_leaves_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin = anyio.Event(), AgentPromptCache.begin
 
     def note(cache: AgentPromptCache, key: tuple[str, str, str]) -> ReadableAnswer:

@@ -24,8 +24,6 @@ from flashmoa.observe.summary import seconds
 _MIN_TOKENS = 32
 NO_BREAK = f"no prompt had {_MIN_TOKENS} tokens or more computed again as its prefix broke"
 _SHOWN_CHARACTERS = 48
-# Agents are expected to share a text if it has this many characters in common behind a difference.
-_MIN_SHARED_CHARACTERS = 1000
 # Left out: the tools themselves show tool_choice; the others change only the end of a prompt.
 _NOT_COMPARED = ("tool_choice", "continue_final_message", "add_generation_prompt")
 
@@ -205,7 +203,9 @@ def _find_expected(latest: Iterable[_SentPrompt], prompt: _SentPrompt) -> _SentP
         common += count_repeated(other.parts, prompt.parts, first)
         if common >= most:
             best, most = other, common
-    return best if most - shared >= _MIN_SHARED_CHARACTERS else None
+    # Prompts repeat some words of each other by chance.
+    is_much = most - shared >= 1000  # Characters.
+    return best if is_much else None
 
 
 def _compare(earlier: _SentPrompt, later: _SentPrompt, number: int) -> PrefixBreak | None:

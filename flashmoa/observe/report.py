@@ -35,6 +35,7 @@ from flashmoa.observe.summary import (
 )
 from flashmoa.observe.timeline import draw, lanes
 
+_MAX_EVENTS = 4096
 _LEGEND = """\
 prompt: cached tokens and late ones, computed after the request; streamed: cached by its link
 ahead: time of its link's prefills before the request; an empty cell: the engine does not say
@@ -52,7 +53,7 @@ class Report(JupyterMixin):
 
     def __init__(self, listener: Listener = ignore) -> None:
         self._listener = listener
-        self._events: deque[Event] = deque(maxlen=4096)
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CallFinished):

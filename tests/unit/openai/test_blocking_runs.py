@@ -283,7 +283,7 @@ def test_an_event_loop_is_not_in_the_run_of_another_thread(
 def test_a_call_is_answered_while_its_runs_event_loop_is_blocked(
     server: FakeServer, programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_runs, "_LOOP_SECONDS", 0.01)
+    monkeypatch.setattr(_runs, "_LOOP_TIMEOUT_SECONDS", 0.01)
 
     async def program() -> None:
         async with run("blocked"):
@@ -292,7 +292,7 @@ def test_a_call_is_answered_while_its_runs_event_loop_is_blocked(
                     context = copy_context()
                     # No coroutine should wait for a thread like this.
                     assert pool.submit(context.run, ask, client, "Go.").result() == TEXT
-                monkeypatch.setattr(_runs, "_LOOP_SECONDS", 30)
+                monkeypatch.setattr(_runs, "_LOOP_TIMEOUT_SECONDS", 30)
                 for _ in range(10):  # Here the event loop answers.
                     await asyncio.sleep(0)
                 assert await asyncio.to_thread(ask, client, "Go on.") == TEXT

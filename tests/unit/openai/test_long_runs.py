@@ -37,8 +37,8 @@ def limits(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
         "link.calls._MOST_AGENTS": 5,
         "link.forecasts._MOST_HELD": 5,
         "link.learned_links._MOST_SENT": 5,
-        "openai.runs._MOST_ENGINES": 5,
-        "observe.report._MOST_EVENTS": 5,
+        "openai.runs._MAX_ENGINES": 5,
+        "observe.report._MAX_EVENTS": 5,
     }.items():
         monkeypatch.setattr(f"flashmoa.{limit}", value)
     monkeypatch.setattr(_runs, "_programs", {})

@@ -37,7 +37,7 @@ async def test_the_programs_that_ran_last_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(_runs, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(_runs, "_MAX_PROGRAMS", 3)
     for name in ("used", "user-1", "user-2", "used", "user-3", "user-4", "used"):
         async with run(name):
             pass

@@ -23,7 +23,8 @@ import pytest
 
 from flashmoa._concurrency import running_loop
 from flashmoa.engine.wire import CALL_HEADER
-from flashmoa.openai import AsyncOpenAI, OpenAI
+from flashmoa.observe import Event
+from flashmoa.openai import AsyncOpenAI, OpenAI, run
 from tests.unit.engine.faulty_engine import CHANNEL
 from tests.unit.link.hung_engine import STATE
 from tests.waiting import until
@@ -31,6 +32,7 @@ from tests.waiting import until
 URL = "http://engine:30000"
 WORDS = ["The ", "quick ", "brown ", "fox."]
 TEXT = "".join(WORDS)
+MESSAGES: Any = [{"role": "user", "content": "Go."}]
 _BASE = {"id": "c1", "created": 1, "model": "m"}
 # Returns the answer to a chat completion, given its body.
 Chat = Callable[[dict[str, Any]], httpx.Response]
@@ -230,6 +232,23 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
     monkeypatch.setattr(httpx.HTTPTransport, "handle_request", handle_blocking)
     return server
+
+
+@asynccontextmanager
+async def observed(
+    server: FakeServer, name: str, **more: Any
+) -> AsyncGenerator[tuple[Any, list[Event]]]:
+    """Enter a run; yield a client and the run's events."""
+    events: list[Event] = []
+    async with server.client(**more) as client, run(name, listener=events.append):
+        yield client, events
+
+
+async def read(client: Any) -> list[str]:
+    """Return the pieces of a streamed answer's text."""
+    answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+    pieces = [event.choices[0].delta.content async for event in answer]
+    return [piece for piece in pieces if piece]
 
 
 async def ask(client: Any, content: str, **more: Any) -> Any:

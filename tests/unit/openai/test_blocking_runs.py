@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -25,6 +25,7 @@ from flashmoa.openai import runs as _runs
 from tests.unit.engine.faulty_engine import TEXT as FAULTY_TEXT
 from tests.unit.engine.faulty_engine import Fate, FaultyEngine, faulty_engine
 from tests.unit.openai.fake_server import (
+    MESSAGES,
     TEXT,
     URL,
     FakeServer,
@@ -34,7 +35,6 @@ from tests.unit.openai.fake_server import (
     whole,
 )
 
-MESSAGES: Any = [{"role": "user", "content": "Go."}]
 # A timeout long enough for an answer without pauses, and short enough to wait for.
 BRIEF = httpx.Timeout(5.0, read=0.5)
 # So many of these are enough to be streamed.
@@ -222,7 +222,7 @@ assert os.getpid() != parent or recorded(_runs._programs) == {"forked": 1}
 
 
 @pytest.mark.parametrize("way", ["multiprocessing", "thread", "os.fork"])
-def test_a_process_forked_within_a_run_calls_unlinked_and_ends(way: str) -> None:
+def test_a_process_forked_within_a_run_runs_unlinked(way: str) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING, way]
     ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -241,7 +241,7 @@ def test_the_threads_of_a_pool_are_in_the_only_run(
     assert recorded(programs) == {"pool": 4}
 
 
-def test_of_several_runs_only_that_of_its_context_gets_a_threads_call(
+def test_a_threads_call_is_in_the_run_of_its_context(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     both, done = threading.Barrier(2, timeout=10), threading.Barrier(2, timeout=10)
@@ -264,7 +264,7 @@ def test_of_several_runs_only_that_of_its_context_gets_a_threads_call(
     assert contents == {name: [f"{name}: with it", f"{name}: itself"] for name in "ab"}
 
 
-def test_an_event_loop_is_not_in_the_run_of_another_thread(
+def test_an_event_loop_is_not_in_another_threads_run(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     """It may serve somebody else's requests."""
@@ -280,7 +280,7 @@ def test_an_event_loop_is_not_in_the_run_of_another_thread(
     assert recorded(programs) == {"other": 1}
 
 
-def test_a_call_is_answered_while_its_runs_event_loop_is_blocked(
+def test_a_call_is_answered_while_its_loop_is_blocked(
     server: FakeServer, programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_runs, "_LOOP_TIMEOUT_SECONDS", 0.01)
@@ -337,9 +337,6 @@ def test_an_interrupt_ends_the_run(server: FakeServer, programs: dict[str, Progr
     assert recorded(programs) == {"interrupted": 0}
 
 
-Call = Callable[[openai.OpenAI], Any]
-
-
 def outcome(engine: FaultyEngine, how: str, **options: Any) -> Any:
     """Return the text or the error of a call, and the bodies of its requests."""
     kind: Any = openai.OpenAI if how == "stock" else OpenAI
@@ -373,7 +370,7 @@ async def test_a_call_has_the_same_outcome_in_a_run(
         assert outcomes[0][0] == FAULTY_TEXT
 
 
-def test_a_blocking_http_client_may_be_observed_by_itself(server: FakeServer) -> None:
+def test_a_blocking_http_client_may_be_observed(server: FakeServer) -> None:
     server.chat = lambda _: whole()
     with httpx.Client() as http, OpenAI(base_url=URL, http_client=http) as client:
         with run("shared"):

@@ -115,7 +115,7 @@ async def test_a_run_that_fails_without_end_keeps_nothing(server: FakeServer) ->
         assert await kept_by(step) < 1
 
 
-async def test_users_without_end_are_unlinked_with_one_warning(
+async def test_users_without_end_get_one_warning(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.chat = call_tool
@@ -129,7 +129,7 @@ async def test_users_without_end_are_unlinked_with_one_warning(
     assert "its run has sent more than 5 different sets of headers" in warning.getMessage()
 
 
-async def test_runs_at_once_in_several_threads_get_equal_answers_and_leave_nothing(
+async def test_runs_in_several_threads_leave_nothing(
     server: FakeServer,
 ) -> None:
     client, answers = server.client(), set[str]()

@@ -20,12 +20,7 @@ from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.frameworks.agent_framework import client as _client
-from flashmoa.link.calls import (
-    CallObserver,
-    CallRequest,
-    ObservedCall,
-    current_attempts,
-)
+from flashmoa.link.calls import CallObserver, CallRequest, ObservedCall, current_attempts
 from flashmoa.link.hearing import CallChannel
 from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.events import ignore
@@ -106,9 +101,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )  # fmt: skip
-async def test_an_observed_call_has_the_same_outcome_as_an_unobserved_one(
-    fates: tuple[Fate, ...], retries: int
-) -> None:
+async def test_an_observed_call_has_the_same_outcome(fates: tuple[Fate, ...], retries: int) -> None:
     """The outcome is the text or the exception, and the number of requests."""
     outcomes: dict[How, Any] = {}
     sent: dict[How, list[bytes]] = {}
@@ -130,7 +123,7 @@ async def test_an_observed_call_has_the_same_outcome_as_an_unobserved_one(
 
 
 @pytest.mark.parametrize("fate", ["cut", "error", "hang", 500, 429, 404, "html", "fine"])
-async def test_a_watched_stream_has_the_same_outcome_as_the_stock_clients(fate: Fate) -> None:
+async def test_a_watched_stream_has_the_same_outcome(fate: Fate) -> None:
     outcomes: list[Any] = []
     for how in ("stock", "listener"):
         async with faulty_engine(fate) as engine:
@@ -240,7 +233,7 @@ async def test_a_shared_http_client_is_observed_once() -> None:
             assert observer.pieces == WORDS
 
 
-async def test_a_patch_of_the_http_clients_send_method_still_works(
+async def test_a_patch_of_the_clients_send_still_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
@@ -258,7 +251,7 @@ async def test_a_patch_of_the_http_clients_send_method_still_works(
     assert seen == ["/v1/chat/completions"]
 
 
-async def test_an_observer_that_fails_neither_fails_nor_repeats_a_stream(
+async def test_a_failing_observer_does_not_repeat_a_stream(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with faulty_engine() as engine, openai_of(engine) as client:
@@ -267,7 +260,7 @@ async def test_an_observer_that_fails_neither_fails_nor_repeats_a_stream(
     assert caplog.text.count("An observer of a call failed") == 1
 
 
-async def test_an_observer_that_fails_neither_fails_a_heard_call_nor_the_hearing_of_others(
+async def test_a_failing_observer_of_a_heard_call_is_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, host = serve(monkeypatch), TaskHost("Listening failed")
@@ -325,7 +318,7 @@ async def ask_framework(client: FlashMoAChatClient, streams: bool) -> None:
 
 @pytest.mark.parametrize("retries", [0, 2])
 @pytest.mark.parametrize("fate", ["fine", "cut", "error", 500, 404, "hang"])
-async def test_an_observed_agent_framework_call_has_the_same_outcome_as_an_unobserved_one(
+async def test_an_agent_framework_call_has_the_same_outcome(
     fate: Fate, retries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_client, "find_calling_executor", object)
@@ -347,7 +340,7 @@ async def test_an_observed_agent_framework_call_has_the_same_outcome_as_an_unobs
     assert outcomes[0] == outcomes[1]
 
 
-async def test_an_agent_framework_stream_may_have_null_in_place_of_a_delta(
+async def test_agent_framework_streams_may_have_null_deltas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_client, "find_calling_executor", object)

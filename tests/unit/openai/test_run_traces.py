@@ -16,39 +16,35 @@ from tests.unit.openai.fake_server import FakeServer, ask
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.jsonl"
+
+
 def counts(file: Path) -> Counter[type[Event]]:
     """Return how many events of each kind a trace has."""
     return Counter(type(event) for event in read(file))
 
 
-async def test_an_inner_run_writes_no_trace_and_leaves_the_outer_one(
-    server: FakeServer, tmp_path: Path
-) -> None:
-    file = tmp_path / "run.jsonl"
+async def test_an_inner_run_writes_no_trace(server: FakeServer, file: Path) -> None:
     async with server.client() as client, run("outer", trace=file):
         await ask(client, "First.")
-        for other in (file, tmp_path / "inner.jsonl"):
+        for other in (file, file.with_name("inner.jsonl")):
             async with run("inner", trace=other):
                 await ask(client, "Second.")
     assert counts(file)[CallFinished] == 3
-    assert not (tmp_path / "inner.jsonl").exists()
+    assert not file.with_name("inner.jsonl").exists()
 
 
-async def test_a_run_that_is_not_entered_does_not_touch_its_trace(
-    server: FakeServer, tmp_path: Path
-) -> None:
-    file = tmp_path / "run.jsonl"
+async def test_a_run_that_is_not_entered_keeps_its_trace(server: FakeServer, file: Path) -> None:
     async with server.client() as client, run("first", trace=file):
         await ask(client, "First.")
-    before = file.read_bytes()
+    before = read(file)
     run("second", trace=file)
-    assert file.read_bytes() == before
+    assert read(file) == before
 
 
-async def test_a_run_after_another_one_replaces_its_trace(
-    server: FakeServer, tmp_path: Path
-) -> None:
-    file = tmp_path / "run.jsonl"
+async def test_a_run_after_another_one_replaces_its_trace(server: FakeServer, file: Path) -> None:
     async with server.client() as client:
         for _ in range(2):
             async with run("again", trace=file):
@@ -56,9 +52,8 @@ async def test_a_run_after_another_one_replaces_its_trace(
     assert counts(file)[CallFinished] == 1
 
 
-async def test_runs_at_the_same_time_write_one_trace(server: FakeServer, tmp_path: Path) -> None:
+async def test_runs_at_the_same_time_write_one_trace(server: FakeServer, file: Path) -> None:
     """Each says for itself whether its prompts may be written."""
-    file = tmp_path / "run.jsonl"
     has_begun, may_end = anyio.Event(), anyio.Event()
 
     async def first() -> None:

@@ -61,6 +61,10 @@ class FakeEngine:
         openai: Any = client.client
         openai._client._transport = _Transport(self._chat)
 
+    @property
+    def statuses(self) -> list[str | None]:
+        return [sent.status for sent in self.sent]
+
     async def _render(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
         return render(messages, fields.get("tools"))
 

@@ -299,7 +299,7 @@ async def test_overriding_code_runs_as_often_as_unlinked(
 
 
 @pytest.mark.parametrize("build", [stream, workbench_of_one], ids=lambda build: build.__name__)
-async def test_overriding_code_of_included_agents_is_run_ahead(
+async def test_code_of_included_agents_is_run_ahead(
     monkeypatch: pytest.MonkeyPatch, build: Build
 ) -> None:
     plain = await run_team(monkeypatch, build, linked=False)
@@ -317,7 +317,7 @@ class WithSerializer(BaseModel):
         return city.upper()
 
 
-def test_structured_messages_are_stock_unless_their_content_has_serializers() -> None:
+def test_structured_messages_with_serializers_are_own() -> None:
     class Plain(BaseModel):
         city: str
 
@@ -327,7 +327,7 @@ def test_structured_messages_are_stock_unless_their_content_has_serializers() ->
         require_stock_message(other)
 
 
-def test_a_tool_whose_prompt_is_stock_may_have_code_of_its_own() -> None:
+def test_a_tool_with_a_stock_prompt_may_have_code() -> None:
     class Counting(FunctionTool):
         async def run(self, *args: Any, **kwargs: Any) -> Any: ...
 

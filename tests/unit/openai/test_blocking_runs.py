@@ -22,8 +22,6 @@ from flashmoa.link.learned_runs import Program
 from flashmoa.observe import CallFailed, CallFinished, Event, LinkOpened
 from flashmoa.openai import OpenAI, agent, instrument, run
 from flashmoa.openai import runs as _runs
-from tests.unit.engine.faulty_engine import TEXT as FAULTY_TEXT
-from tests.unit.engine.faulty_engine import Fate, FaultyEngine, faulty_engine
 from tests.unit.openai.fake_server import (
     MESSAGES,
     TEXT,
@@ -35,8 +33,6 @@ from tests.unit.openai.fake_server import (
     whole,
 )
 
-# A timeout long enough for an answer without pauses, and short enough to wait for.
-BRIEF = httpx.Timeout(5.0, read=0.5)
 # So many of these are enough to be streamed.
 DAY, DAYS = "A day in Patan. ", 60
 
@@ -335,39 +331,6 @@ def test_an_interrupt_ends_the_run(server: FakeServer, programs: dict[str, Progr
         "KeyboardInterrupt"
     ]
     assert recorded(programs) == {"interrupted": 0}
-
-
-def outcome(engine: FaultyEngine, how: str, **options: Any) -> Any:
-    """Return the text or the error of a call, and the bodies of its requests."""
-    kind: Any = openai.OpenAI if how == "stock" else OpenAI
-    with kind(base_url=f"{engine.url}/v1", api_key="x", **options) as client:
-        try:
-            if how == "stock":
-                text = ask(client, "Go.")
-            else:
-                with run("faults"):
-                    text = ask(client, "Go.")
-            return text, engine.contents
-        except openai.OpenAIError as error:
-            return type(error), type(error.__cause__), engine.contents
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("retries", [0, 1])
-@pytest.mark.parametrize("fate", ["fine", "no done", "cut", "error", 500, 429, 404, "hang", "slow"])
-async def test_a_call_has_the_same_outcome_in_a_run(
-    fate: Fate, retries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
-    outcomes: list[Any] = []
-    for how in ("stock", "run"):
-        async with faulty_engine(fate) as engine:
-            timeout = BRIEF if fate in ("hang", "slow") else 5.0
-            options = {"max_retries": retries, "timeout": timeout}
-            outcomes.append(await asyncio.to_thread(outcome, engine, how, **options))
-    assert outcomes[0] == outcomes[1]
-    if fate == "fine" or (retries and fate != 404):
-        assert outcomes[0][0] == FAULTY_TEXT
 
 
 def test_a_blocking_http_client_may_be_observed(server: FakeServer) -> None:

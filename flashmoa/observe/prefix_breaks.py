@@ -173,7 +173,7 @@ def find_breaks(calls: Iterable[Call]) -> list[PrefixBreak]:
     for call in calls:
         if call.prompt is None:
             continue
-        prompt = _SentPrompt(call, call.prompt, _parts(call.prompt))
+        prompt = _SentPrompt(call, call.prompt.messages, _parts(call.prompt))
         where = (call.started.engine, call.started.model)
         agent = (call.agent, where)
         counts[agent] += 1
@@ -189,12 +189,12 @@ def find_breaks(calls: Iterable[Call]) -> list[PrefixBreak]:
 @dataclass(frozen=True, slots=True)
 class _SentPrompt:
     call: Call
-    sent: PromptSent
+    messages: list[dict[str, Any]]
     parts: list[_Part]
 
 
 def _find_expected(latest: Iterable[_SentPrompt], prompt: _SentPrompt) -> _SentPrompt | None:
-    """Return the prompt whose text ``prompt`` could have shared much more of than of any other."""
+    """Return an earlier prompt that could have shared much more text than any prompt did."""
     best, most, shared = None, 0, 0
     for other in latest:
         first = _first_difference(other.parts, prompt.parts)
@@ -242,13 +242,12 @@ def _with_answer(earlier: _SentPrompt, later: _SentPrompt) -> list[_Part]:
 
     The engine's cache has the answer, too. The text of a tool call is not known.
     """
-    finished, number = earlier.call.finished, len(earlier.sent.messages)
-    answer = later.sent.messages[number] if len(later.sent.messages) > number else {}
+    finished, number = earlier.call.finished, len(earlier.messages)
+    answer = later.messages[number] if len(later.messages) > number else {}
     is_answer = answer.get("role") == "assistant" and not answer.get("tool_calls")
-    if earlier.call.agent != later.call.agent or not is_answer or not finished:
+    if earlier.call.agent != later.call.agent or not is_answer or not finished or not finished.text:
         return earlier.parts
-    as_written = _message_part(number, {**answer, "content": finished.text})
-    return [*earlier.parts, as_written] if finished.text else earlier.parts
+    return [*earlier.parts, _message_part(number, {**answer, "content": finished.text})]
 
 
 def _parts(prompt: PromptSent) -> list[_Part]:

@@ -6,6 +6,7 @@ This calls nothing that may have effects: no selector function, no termination c
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -365,10 +366,7 @@ def upcoming_turns(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
     The speaker's own next turn is left out: there its text is an assistant message, which cannot be
     known before the text is complete.
     """
-    for kind, rule in _RULES.items():
-        if is_stock(manager, kind):
-            return rule(manager, speaker)
-    return []
+    return _RULES[type(manager)](manager, speaker) if is_stock(manager, *_RULES) else []
 
 
 def first_turns(manager: BaseGroupChatManager) -> list[Turn]:
@@ -376,10 +374,8 @@ def first_turns(manager: BaseGroupChatManager) -> list[Turn]:
 
     There are none if the next task decides who begins. As this task is unknown, no turn is sure.
     """
-    for kind, rule in _FIRST_RULES.items():
-        if is_stock(manager, kind):
-            return [Turn(name, sure=False) for name in rule(manager)]
-    return []
+    names = _FIRST_RULES[type(manager)](manager) if is_stock(manager, *_FIRST_RULES) else []
+    return [Turn(name, sure=False) for name in names]
 
 
 def summary_turn(turns: Sequence[Turn], speaker: str) -> Turn:
@@ -393,13 +389,17 @@ def summary_turn(turns: Sequence[Turn], speaker: str) -> Turn:
     return Turn(SUMMARY, (frozenset([speaker]).union(*writing_now),), sure=False)
 
 
+def _turns_left(manager: Any) -> int:
+    if manager._max_turns is None:
+        return sys.maxsize
+    # AutoGen counts the present turn when it ends.
+    return max(0, manager._max_turns - manager._current_turn - 1)
+
+
 def _round_robin_turns(manager: Any, speaker: str) -> list[Turn]:
     names = list(manager._participant_names)
     position = names.index(speaker)
-    order = names[position + 1 :] + names[:position]
-    if manager._max_turns is not None:
-        # AutoGen counts the present turn when it ends.
-        order = order[: max(0, manager._max_turns - manager._current_turn - 1)]
+    order = (names[position + 1 :] + names[:position])[: _turns_left(manager)]
     steps = [frozenset([name]) for name in [speaker, *order]]
     return [Turn(name, tuple(steps[: place + 1])) for place, name in enumerate(order)]
 
@@ -410,14 +410,11 @@ def _graph_turns(manager: Any, speaker: str) -> list[Turn]:
     active = list(manager._active_speakers)
     if speaker not in active:
         active.append(speaker)
-    steps_left = None
-    if manager._max_turns is not None:
-        steps_left = manager._max_turns - manager._current_turn - 1
     turns: list[Turn] = []
     steps: list[Writers] = []
     seen = set(active)
     sure = True
-    while active and (steps_left is None or len(steps) < steps_left):
+    while active and len(steps) < _turns_left(manager):
         steps.append(frozenset(active))
         sure = run.finish(active) and sure
         active = run.drain()
@@ -476,7 +473,7 @@ class _GraphRun:
 
 
 def _selector_turns(manager: Any, speaker: str) -> list[Turn]:
-    if speaker != MANAGER and _is_last_turn(manager):
+    if speaker != MANAGER and not _turns_left(manager):
         return []
     after = () if speaker == MANAGER else (frozenset([speaker]),)
     previous = manager._previous_speaker
@@ -497,10 +494,6 @@ def _asks_model(manager: Any) -> bool:
     return manager._selector_func is None and manager._candidate_func is None
 
 
-def _is_last_turn(manager: Any) -> bool:
-    return manager._max_turns is not None and manager._current_turn + 1 >= manager._max_turns
-
-
 def _sort_by_habit(manager: Any, speaker: str | None) -> list[str]:
     """Return the participants, the most frequent followers of ``speaker`` so far first."""
     names = list(manager._participant_names)
@@ -515,7 +508,7 @@ def _swarm_turns(manager: Any, speaker: str) -> list[Turn]:
     Their prompts wait for no writer: the texts before the handoff's message (a thought of the
     speaker, results of its other tools) are unknown.
     """
-    if _is_last_turn(manager):
+    if not _turns_left(manager):
         return []
     names = [name for name in _sort_by_habit(manager, speaker) if name != speaker]
     return [Turn(name, sure=False) for name in names]

@@ -426,7 +426,6 @@ class RunPlanner(LinkPlanner):
         return f"predicting its prompt would run its {found[0]}" if found else None
 
     def _event(self, writer: Any, content: types.Content) -> Event:
-        """Return the event that ADK makes for an agent's message."""
         place = {"invocation_id": self._context.invocation_id, "branch": self._branch(writer)}
         return Event(author=writer.name, content=content, **place)
 

@@ -500,8 +500,10 @@ def calling_agent() -> str:
     CrewAI (the role). Functions have the lines of their calls, the outermost first
     (``main:12 > ask:31``).
     """
-    named = _agent.get() or _langgraph_node() or _pydantic_ai_agent() or _crewai_agent()
-    return named or _agents_sdk_agent() or " > ".join(_calling_lines()) or "call"
+    finders = (_agent.get, _langgraph_node, _pydantic_ai_agent, _crewai_agent, _agents_sdk_agent)
+    names = (find() for find in finders)
+    named = next((name for name in names if isinstance(name, str) and name), None)
+    return named or " > ".join(_calling_lines()) or "call"
 
 
 def agent(name: str) -> AbstractContextManager[None]:
@@ -513,22 +515,16 @@ def agent(name: str) -> AbstractContextManager[None]:
     return setting(_agent, name)
 
 
-def _langgraph_node() -> str | None:
-    config_module = sys.modules.get("langchain_core.runnables.config")
-    if config_module is None:
-        return None
-    config: Any = config_module.var_child_runnable_config.get()
-    node: object = config.get("metadata", {}).get("langgraph_node") if config else None
-    return node if isinstance(node, str) else None
+def _langgraph_node() -> object:
+    module: Any = sys.modules.get("langchain_core.runnables.config")
+    config: Any = module.var_child_runnable_config.get() if module is not None else None
+    return config.get("metadata", {}).get("langgraph_node") if config else None
 
 
-def _pydantic_ai_agent() -> str | None:
+def _pydantic_ai_agent() -> object:
     module: Any = sys.modules.get("pydantic_ai._run_context")
-    if module is None:
-        return None
-    context = module.get_current_run_context()
-    name: object = getattr(getattr(context, "agent", None), "name", None)
-    return name if isinstance(name, str) else None
+    context = module.get_current_run_context() if module is not None else None
+    return getattr(getattr(context, "agent", None), "name", None)
 
 
 def _crewai_agent() -> str | None:

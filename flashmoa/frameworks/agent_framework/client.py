@@ -182,7 +182,6 @@ def find_calling_executor() -> Executor | None:
 
 
 def _finish_call(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:
-    """Report the answer, as the framework parsed it, to the call's observers."""
     text = "".join(part.text or "" for part in contents if part.type == "text")
     calls_tools = any(part.type == "function_call" for part in contents)
     call.finish(CallResult(text, call.usage, reason, is_forwarded=not calls_tools))

@@ -305,7 +305,6 @@ def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | Non
 
 
 def _client_kwargs(workflow: Workflow, executor: AgentExecutor) -> Mapping[str, Any] | None:
-    """Return the keyword arguments that the workflow's run gives to an agent's client."""
     state = workflow._runner.state
     raw = state.get(WORKFLOW_RUN_KWARGS_KEY, {})
     return executor._prepare_agent_run_args(raw, state.get(RESOLVED_WORKFLOW_RUN_KWARGS_KEY))[1]

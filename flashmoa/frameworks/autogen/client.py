@@ -255,7 +255,6 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         tool_choice: ToolChoice = "auto",
         extra_create_args: Mapping[str, Any] = {},
     ) -> ChatRequest:
-        """Return the request that a call would send."""
         params = self._process_create_args(messages, tools, tool_choice, None, extra_create_args)
         lists = {"messages": params.messages, "tools": params.tools}
         dicts = {name: [dict(each) for each in found] for name, found in lists.items()}

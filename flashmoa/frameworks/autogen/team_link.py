@@ -163,7 +163,6 @@ def _all_agents(parts: TeamParts) -> dict[str, Any]:
 
 
 def _find_clients(parts: TeamParts) -> set[FlashMoAChatCompletionClient]:
-    """Return the clients that a team's agents and its manager call."""
     callers = [parts.owner, *parts.participants]
     return {client for caller in callers if (client := client_of(caller)) is not None}
 

@@ -1,4 +1,4 @@
-"""Test which runs are of one program, and how a run is begun."""
+"""Test which runs are of one program, how a run is begun, and what it traces."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from flashmoa.link.learned_runs import Program
 from flashmoa.observe import CallFinished, Event
 from flashmoa.observe.events import FIRST
+from flashmoa.observe.trace import read
 from flashmoa.openai import agent, instrument, run
 from flashmoa.openai import runs as _runs
 from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
@@ -103,6 +104,22 @@ async def test_a_run_can_be_entered_after_a_failed_entry(tmp_path: Path) -> None
     file.unlink()
     async with trip:
         pass
+
+
+async def test_only_an_outermost_run_that_is_entered_replaces_its_trace(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    file, other = tmp_path / "run.jsonl", tmp_path / "inner.jsonl"
+    async with server.client() as client:
+        for _ in range(2):
+            async with run("outer", trace=file):
+                await ask(client, "First.")
+                for inner in (file, other):
+                    async with run("inner", trace=inner):
+                        await ask(client, "Second.")
+    run("never entered", trace=file)
+    assert sum(isinstance(event, CallFinished) for event in read(file)) == 3
+    assert not other.exists()
 
 
 async def test_event_loops_of_threads_are_in_inherited_runs(

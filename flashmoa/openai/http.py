@@ -82,7 +82,7 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
 
 
 def stop_observing(http: Any, current: Callable[[], FindObserver | None]) -> None:
-    """Stop what :func:`observe_completions` began with these arguments, also repeatedly."""
+    """Undo :func:`observe_completions`, also if it was called repeatedly."""
     _finders.get(http, {}).pop(current, None)
 
 

@@ -1,4 +1,4 @@
-"""Overlaps (what was prefilled ahead of a call), handoffs, and notes."""
+"""Overlaps of prefills and decodes, handoffs, and notes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_prefill_counts_until_the_call() -> None:
     # B is sent at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4), (6, 7), (7.5, 9)))])
     assert overlaps(found) == {"B": Overlap(5.5, 0.5, 69, 11)}
-    # Overlapping spans of one stream count once.
+    # Overlapping spans of a stream count once.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((1, 4), (3, 5), (9, 9.5)))])
     assert overlaps(found)["B"] == Overlap(4.0, 0.5, 69, 11)
 
@@ -279,9 +279,9 @@ def written(name: str, at: float, end: float) -> list[Event]:
 @pytest.mark.parametrize(
     ("opened", "upstream", "events", "expected"),
     [
-        # B wrote while A did; its text could flow only once that of A was complete.
+        # B wrote while A did; B's text could stream only after A's was complete.
         (0.5, ("user", "A", "B"), [*call("A", 0, 1, 4), *call("B", 0, 2, 6)], "A 1 4, B 4 6"),
-        # A had ended when the link was opened, so that no text of it flowed; then it wrote again.
+        # A had ended when the link was opened, so that no text streamed; then A wrote again.
         (3, ("A",), call("A", 0, 1, 2), ""),
         (3, ("A",), [*call("A", 0, 1, 2), *written("again", 3, 4)], "again 3.5 4"),
         # Another run that has the same agents goes on, or ends before.

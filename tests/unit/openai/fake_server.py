@@ -43,7 +43,7 @@ both_clients = pytest.mark.parametrize(
 
 
 class Channel(httpx.AsyncByteStream):
-    """Tells a client what calls write, for as long as the client reads.
+    """Sends the text of calls to a client until the client stops reading.
 
     Attributes:
         is_open: whether the client reads.
@@ -85,12 +85,12 @@ class FakeServer:
     """Serves chat completions, the Responses API and any number of prompt streams.
 
     Attributes:
-        requests: every request so far, as (path, body, headers), without those for channels.
+        requests: requests so far, as (path, body, headers), except requests for channels.
         contents: the bodies of requests for answers so far, as they came.
         told: returns the words of a whole answer that it tells on a channel before it gives the
             answer. ``None`` if it has no channels.
         awaits_channels: whether a call's channel is going to be opened, and waited for.
-        channels: those that clients have asked for so far, by the channels' ids.
+        channels: channels that clients have asked for so far, with their ids.
         chat: answers chat completions.
         response: answers requests of the Responses API.
         is_blocking: whether its clients are synchronous.

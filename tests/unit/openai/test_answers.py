@@ -128,7 +128,7 @@ DELTAS: list[st.SearchStrategy[dict[str, Any]]] = [
 
 @st.composite
 def chunks(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Return the chunks of an answer, many of which differ from those before in one field only."""
+    """Return the chunks of an answer; many chunks differ from the previous chunk in one field."""
     found: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(1, 3))):
         deltas, indexes = (

@@ -33,7 +33,7 @@ from tests.unit.openai.fake_server import (
     whole,
 )
 
-# So many of these are enough to be streamed.
+# A text that is long enough to be streamed.
 DAY, DAYS = "A day in Patan. ", 60
 
 

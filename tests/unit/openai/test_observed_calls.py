@@ -51,7 +51,7 @@ INFO = ModelInfo(
 )
 # A timeout long enough for an answer without pauses, and short enough to wait for.
 BRIEF = httpx.Timeout(5.0, read=0.5)
-# Asks an engine, observed or not, with these options of OpenAI's client. Appends what comes.
+# Asks an engine, observed or not, with these options of OpenAI's client. Appends the answer.
 Way = Callable[[list[Any], FaultyEngine, bool, dict[str, Any]], Awaitable[None]]
 
 
@@ -354,7 +354,7 @@ async def test_agent_framework_streams_may_have_null_deltas(
 
 
 class WatchedWorkflow:
-    """A linked workflow to which every request belongs."""
+    """A linked workflow that observes every request."""
 
     def observe(self, executor: object, request: CallRequest) -> CallObserver:
         return CallObserver(CallReporter(ignore, agent="a", engine=request.engine, model="m"))

@@ -1,4 +1,4 @@
-"""Test that unusual requests, and those of unusual clients, are answered as outside of runs."""
+"""Test that unusual requests and clients get the same answers as outside of runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def intercept(
 
 @pytest.fixture
 def send(server: FakeServer) -> Callable[..., Any]:
-    """Return a function that sends a request in a run, given arguments of it and its client."""
+    """Return a function that sends an observed request."""
 
     async def send(hooks: Any = None, **request: Any) -> httpx.Response:
         async with httpx.AsyncClient(event_hooks=hooks, timeout=9.0) as http:

@@ -159,7 +159,7 @@ async def test_calls_are_observed_and_expected_again(server: FakeServer, stream:
         {"role": "instructions", "content": "Check it."},
         {"role": "user", "content": "Check:\nA plan of Norway."},
     ]
-    # The prompt is rendered by what has the conversion, which is the server.
+    # The server converts the request, so the server renders the prompt.
     rendered = [body for path, body, _ in server.requests if path == "/render_response"]
     assert rendered[-1]["instructions"] == "Check it." and rendered[-1]["model"] == "m"
     sent = [headers for path, _, headers in server.requests if path.endswith("/responses")]

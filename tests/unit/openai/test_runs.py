@@ -1,4 +1,4 @@
-"""Test which runs are of one program, how a run is begun, and what it traces."""
+"""Test how a run is begun, which program it belongs to, and when it writes a trace."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 
 
 def sent(**headers: str) -> RecordedRequest:
-    """Return what is recorded of a request with these headers, ``_`` for ``-`` in their names."""
+    """Return the record of a request with these headers, ``_`` for ``-`` in their names."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = httpx.Request("POST", f"{URL}/v1/chat/completions", headers=named, json=BODY)
     return read_request(request, BODY)
@@ -94,7 +94,7 @@ def headers_of_links(server: FakeServer) -> list[httpx.Headers]:
 
 
 async def test_links_send_the_headers_of_this_run(server: FakeServer) -> None:
-    """Another user's run comes after that from which the calls are known."""
+    """The calls are known from another user's run."""
     for user in ("first", "second"):
         events: list[Event] = []
         headers = {"X-Session": user, "X-Trace": f"run of {user}"}
@@ -189,7 +189,7 @@ async def test_requests_with_the_same_headers_count_as_one(
 async def test_links_use_a_server_as_its_client_says(server: FakeServer) -> None:
     settings = EngineSettings(stream_ttl_seconds=7.0)
     async with server.client(engine_settings=settings) as client:
-        # A copy of it, as others make for each request, says nothing else.
+        # A copy of the client, as frameworks make for each request, has the same settings.
         await play_linked("settings", client, client.with_options(timeout=9))
         (opened,) = [body for path, body, _ in server.requests if path == "/prompt_streams"]
         assert opened["ttl_seconds"] == 7.0

@@ -1,4 +1,4 @@
-"""Test which clients a link observes, and what is refused; no engine."""
+"""Test which clients a link observes, and which arguments it refuses; no engine."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ def test_a_client_without_a_model_names_itself(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Engine:
-    """Answers synchronous requests; is down as long as it has no answer.
+    """Answers synchronous requests; is down while it has no answer.
 
     Attributes:
-        threads: those in which it was asked.
+        threads: the threads that asked it.
         requests: the options of the requests.
     """
 

@@ -185,7 +185,7 @@ async def test_an_unknown_manager_is_a_reason(
 async def test_auto_link_runs_a_team_that_it_cannot_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its agent keeps its client in an attribute in which links do not look for it."""
+    """Links do not find the client of its agent."""
     serve(monkeypatch)
 
     class Own(AssistantAgent):

@@ -30,7 +30,7 @@ def count(events: list[Event], kind: type[Event]) -> Counter[str]:
 
 
 async def test_teams_that_run_once_leave_no_stream_open() -> None:
-    """As those of a server that makes a team for each request."""
+    """A server may make a team for each request."""
     client, events = make_client(), list[Event]()
     teams = [make_team(client, "one", "two") for _ in range(20)]
     links = [link(team, listener=events.append) for team in teams]

@@ -73,7 +73,7 @@ def _tool() -> FunctionTool:
 
 
 def _three(client: Client, second: BaseChatAgent, turns: int = 6) -> BaseGroupChat:
-    """Make a team of three in which the second agent and the third are each linked twice."""
+    """Make a team of three; its second and third agent are linked twice."""
     members = [agent(client, "one"), second, agent(client, "three")]
     return RoundRobinGroupChat(members, max_turns=turns)
 
@@ -227,7 +227,7 @@ def client(plain: Client, count_run: CountRun) -> BaseGroupChat:
 
 @dataclass
 class Run:
-    """How often user-defined code ran in a run, what was sent, and which links were declined."""
+    """The number of calls of user-defined code in a run, the requests, and declined links."""
 
     runs: int
     sent: list[Any]

@@ -221,7 +221,7 @@ def _compare(earlier: _SentPrompt, later: _SentPrompt, number: int) -> PrefixBre
     at += _first_difference(old[at:], new[at:])  # One part may end where the other goes on.
     if at in (len(old), len(new)):
         return None
-    # A part of one prompt may meet a later kind of part in the other: the earlier kind is wrong.
+    # If the parts have different kinds, the kind that comes first in prompts is the reason.
     differs = min(now, was, key=lambda part: (part.kind != "setting", part.kind != "tool"))
     repeated = count_repeated(old_parts, new_parts, first)
     return PrefixBreak(

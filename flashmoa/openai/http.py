@@ -143,7 +143,7 @@ def _tell(observe: Callable[[Any], None], news: object) -> None:
 
 
 def _contained(on_text: OnText) -> OnText:
-    """Return ``on_text`` without its exceptions, which would make OpenAI's client retry."""
+    """Return a function that calls ``on_text`` until it fails; OpenAI's client would then retry."""
     is_failed = False
 
     def pass_on(text: str) -> None:
@@ -219,7 +219,7 @@ class PassingAnswer:
         if "content-encoding" not in self._response.headers:
             return data
         decoded: Any = self._decoder.decode(data)
-        # httpx2 returns an iterator.
+        # httpx2 returns pieces.
         return decoded if isinstance(decoded, bytes) else b"".join(decoded)
 
     @cached_property

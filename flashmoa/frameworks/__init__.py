@@ -1,47 +1,50 @@
-"""Write an adapter: everything that it takes to link the agents of another framework.
+"""Write an adapter that links the agents of another framework.
 
-An adapter has two parts. Its *client* reports each call of a model: it enters an
-:class:`ObservedCall`, sends the id of the prompt stream that this has, passes the pieces of the
-answer's text on as they arrive, and finishes it. For a client that is built on OpenAI's,
-:func:`flashmoa.openai.observe_completions` with :func:`current_attempts` does all of that but the
-last, if its requests are made within :meth:`ObservedCall.making`. Its *planner*, a
-:class:`LinkPlanner`, says who may call next (``upcoming``), and what such an agent will send
-(``expect``): mostly by a dry run of the framework's own code up to its request, with
-:class:`Placeholders` where texts will be.
+An adapter has two parts.
+
+- The *client* reports each call of a model. It enters an :class:`ObservedCall`, sends the id of its
+  prompt stream with the request, passes on the answer's text as it arrives, and finishes the call.
+  For a client that is built on OpenAI's, :func:`flashmoa.openai.observe_completions` with
+  :func:`current_attempts` does all of this but the last step; the client makes its requests within
+  :meth:`ObservedCall.making`.
+- The *planner*, a :class:`LinkPlanner`, says which agents may call next (``upcoming``) and what
+  such an agent will send (``expect``). Mostly, a dry run of the framework's code up to its request
+  shows it, with :class:`Placeholders` in place of texts that are still being written.
+
 ``examples/own_framework.py`` is an example; :mod:`flashmoa.frameworks.conformance` tests adapters.
 
-**Which object tells the planner of a call?** The one that ``LinkPlanner.begin`` returns. Give it to
-an :class:`ObservedCall`, which notifies it: of text, of the end, and of a failure if it is left
-without ``finish``, as by a cancelled call. Several planners may observe one call.
+**Which object tells the planner of a call?** The object that ``LinkPlanner.begin`` returns. Give it
+to an :class:`ObservedCall`, which notifies it of text and of the end. A call that is left without
+``finish``, for instance because it was cancelled, has failed. Several planners may observe a call.
 
-**When do others not get a text as it is written?** There are three places to say so:
+**When do others not get a text as it is written?** Say so in one of three places:
 
-- ``CallRequest.hold_reason`` before the call, if others read something else than its text: the
-  framework rewrites it. It is passed on when it is complete;
-- ``begin(rewritten=...)`` before the call, if they never read the model's own text;
-- ``CallResult.is_forwarded=False`` after it, if they do not read this one: it is a tool call. Links
-  take the text back.
+- before the call, ``CallRequest.hold_reason``: others read another text, because the framework
+  rewrites the model's text. The call's text is passed on when it is complete;
+- before the call, ``begin(rewritten=...)``: others never read the model's own text;
+- after the call, ``CallResult.is_forwarded=False``: others do not read this text, as it is a tool
+  call. Links remove the text again.
 
 **How is a whole answer heard while it is written?** Give ``CallRequest.client``, and make the
-request within :meth:`ObservedCall.making` on an observed client of OpenAI. The engine's plugin then
-tells the text on a channel; the request and its answer stay as they are.
+request within :meth:`ObservedCall.making` on an observed client of OpenAI. The engine's plugin
+sends the text on a channel; the request and its answer stay as they are.
 
-**How does a run end?** ``is_running`` turns false, which the planner polls while there were calls;
-then ``run_ended`` ends the links. An adapter that knows of the end calls ``end_all``, and whoever
-closes the link awaits ``host.close()``: after that, the engines have their KV back.
+**How does a run end?** After calls, the planner polls ``is_running``; when it is false,
+``run_ended`` ends the links. An adapter that knows the end calls ``end_all``. Closing a link awaits
+``host.close()``; after that, the engines have their KV back.
 
-**Is a planner per run or per team?** A planner plans one run at a time. A team that runs once at a
-time has one for all its runs; for runs at the same time, each has its own. They can share a
+**Is a planner per run or per team?** A planner plans one run at a time. A team whose runs follow
+each other has one planner. Runs at the same time have a planner each; they can share a
 :class:`Report`.
 
-**Which turns are upcoming?** All that may follow the caller's, the likeliest first, since links are
-made in this order; not the caller's own next turn, whose prompt is mostly in the engine's cache.
-``Turn.after`` names the agents whose texts come before, beginning with those that write now. A turn
-that need not come has ``sure=False``, and a share of the KV pool.
+**Which turns are upcoming?** All turns that may follow the caller's, the likeliest first, because
+links are made in this order. Leave out the caller's own next turn: the engine's cache has most of
+its prompt. ``Turn.after`` names the agents whose texts come before, first the agents that write
+now. A turn that may not come has ``sure=False``; such turns get only a share of the KV pool.
 
-**When is a request predicted again?** When ``ExpectedRequest.holds`` says that the link's prompt is
-not right any more, by default never. It is given the prompt so far and the turn as expected now.
-That a text in the prompt has been written is no reason; an unexpected message is one.
+**When is a request predicted again?** When ``ExpectedRequest.holds`` returns false; by default it never does.
+Its arguments are the link's prompt so far and the turn as expected now. It is true while expected
+texts are written, and false when a message has come that was not expected.
 """
 
 from flashmoa.engine import EngineClient

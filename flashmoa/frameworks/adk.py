@@ -70,13 +70,13 @@ __all__ = ["FlashMoALlm", "LinkPlugin"]
 
 logger = logging.getLogger(__name__)
 
-# What of an agent's may change its prompt, and is code of the user's or asks servers.
+# Attributes of an agent that may change its prompt by user-defined code or requests to servers.
 _UNKNOWN = ("before_agent_callback", "before_model_callback", "planner", "code_executor")
-# Other agents are run in another way, and nothing says when such a run was cancelled.
+# ADK runs other agents in another way, without a callback when such a run is cancelled.
 _TEAMS = (SequentialAgent, ParallelAgent, LoopAgent)
 _is_dry_run: ContextVar[bool] = ContextVar("flashmoa_adk_dry_run", default=False)
-# The run and the agent that are about to call a model, or none: ADK may make the call in a copy of
-# the context, in which its caller's cannot be changed.
+# The run and the agent that are about to call a model, if any. This is a list, because ADK may make
+# the call in a copy of the context, and the call must take the entry away for all copies.
 _caller: ContextVar[list[tuple[RunPlanner, str]]] = ContextVar("flashmoa_adk")
 
 
@@ -84,8 +84,8 @@ class FlashMoALlm(OpenAILlm):
     """Replaces ADK's ``OpenAILlm`` for a self-hosted SGLang engine.
 
     By itself it is the stock model with defaults for self-hosting; it needs no API key. In a runner
-    that has a :class:`LinkPlugin`, what its agents write is streamed into the prompts of the agents
-    that will read it.
+    with a :class:`LinkPlugin`, the texts of its agents are streamed into the prompts of the agents
+    that will read them.
 
     Args:
         model: the served model's name.
@@ -102,7 +102,7 @@ class FlashMoALlm(OpenAILlm):
 
     @cached_property
     def engine(self) -> EngineClient:
-        """Return the client of the engine that links use."""
+        """The engine client that links use."""
         return EngineClient(
             self_hosted_url(self.base_url),
             api_key=self.api_key,
@@ -118,14 +118,14 @@ class FlashMoALlm(OpenAILlm):
             api_key=self.api_key or "EMPTY",
             default_headers=self.default_headers,
         )
-        # The first one that observes a call links it.
+        # The first observer of a call links it.
         observe_completions(client._client, current_attempts)
         instrument(client, self.engine_settings)
         return client
 
     @property
     def _openai_client(self) -> Any:
-        """Give the stock model what it takes for a client of OpenAI."""
+        """Stands in for the stock model's OpenAI client; it has only :meth:`create`."""
         return SimpleNamespace(chat=SimpleNamespace(completions=self))
 
     async def create(self, **parameters: Any) -> Any:
@@ -165,14 +165,14 @@ class FlashMoALlm(OpenAILlm):
 
 
 class LinkPlugin(BasePlugin, Reported):
-    """Links the agents of a runner: each one's tokens stream into the prompts of those after it.
+    """Links the agents of a runner: each agent's tokens stream into the prompts of later agents.
 
     Give it to the runner or the app (``plugins=[LinkPlugin()]``); prompts and answers stay the
     same. It links agents of ``SequentialAgent``, ``ParallelAgent`` and ``LoopAgent`` whose model is
-    a :class:`FlashMoALlm`, and what they ask after their tools. These run unlinked: agents of
-    classes of your own, agents with instructions made by a function, with callbacks before their
-    model, with planners, code executors or toolsets, and what follows a loop or an agent that may
-    transfer to another one.
+    a :class:`FlashMoALlm`, also their requests after tools. These run unlinked: agents of
+    user-defined classes, agents with an instruction that is a function, with callbacks before their
+    model, with planners, code executors or toolsets, and agents after a loop or after an agent that
+    may transfer to another agent.
 
     Args:
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
@@ -183,7 +183,7 @@ class LinkPlugin(BasePlugin, Reported):
         self._settings = LinkSettings(**options)
         self._listener = self._settings.listen()
         self.report = Report(self._listener)
-        # By their ids; several may run at once.
+        # By invocation id; several may run at once.
         self._runs: dict[str, RunPlanner] = {}
         self._declined: set[tuple[str, str]] = set()
 
@@ -234,9 +234,9 @@ class LinkPlugin(BasePlugin, Reported):
         end_trace(self._listener)
 
     def _decline(self, context: Any, reason: str) -> None:
-        """Leave a run unlinked, and report why; each reason is reported once for each agent.
+        """Leave a run unlinked, and report each reason once for each agent.
 
-        A graph has no agent. It is not logged, as ``flashmoa.openai.run`` may link the run.
+        A graph has no agent. Nothing is logged, as ``flashmoa.openai.run`` may link the run.
         """
         agent = getattr(context.agent, "name", "(graph)")
         if (agent, reason) not in self._declined:
@@ -251,11 +251,7 @@ class LinkPlugin(BasePlugin, Reported):
 
 
 class RunPlanner(LinkPlanner):
-    """Plans the links of one run (an invocation).
-
-    Attributes:
-        root: the agent that was run.
-    """
+    """Plans the links of a run (an invocation) of the agent ``root``."""
 
     def __init__(self, context: Any, listener: Listener, settings: LinkSettings) -> None:
         super().__init__(listener, settings)
@@ -264,13 +260,13 @@ class RunPlanner(LinkPlanner):
         self._task = asyncio.current_task()
         self._begun: set[str] = set()
         self._ended: set[str] = set()
-        # By the agent and the id of its tool's call, the request that brings the result, and the
-        # tool's name there. Some models number their calls, so that ids of two agents are equal.
+        # (agent, id of a tool call) -> the request that brings the result, the tool's name in it.
+        # Some models number their calls, so that two agents have the same ids.
         self._results: dict[tuple[str, str | None], tuple[RequestAfterTools, str]] = {}
 
     @property
     def is_running(self) -> bool:
-        """Return whether the run's task goes on: no callback tells the plugin of a cancellation."""
+        """Whether the run's task goes on: no callback tells the plugin of a cancellation."""
         return self._task is None or not self._task.done()
 
     def observe(self, name: str, request: CallRequest) -> list[CallObserver]:
@@ -285,7 +281,7 @@ class RunPlanner(LinkPlanner):
             return []
 
     def begin_agent(self, agent: Any) -> None:
-        """Note that an agent begins; a second time, if another pass of a loop does."""
+        """Note that an agent begins. If it had ended, another pass of its loop begins."""
         if agent.name in self._ended:
             again = {each.name for each in agent.parent_agent.sub_agents}
             self._begun -= again
@@ -293,19 +289,19 @@ class RunPlanner(LinkPlanner):
         self._begun.add(agent.name)
 
     def end_agent(self, agent: Any) -> None:
-        """Note that the messages of an agent are there; of several at a time, it was the next."""
+        """Note that an agent has ended, so that its messages have their place in the history."""
         self._ended.add(agent.name)
-        if request := self.tools.get(agent.name):  # Its tools have ended it.
+        if request := self.tools.get(agent.name):  # A tool has ended the agent.
             self.tools.give_up(request)
         self.links.end(agent.name, "unused")
         if self.running:
             self.plan()
 
     def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
-        """Return what an agent asks with the results of the tools of its answer, a ``Content``.
+        """Return the agent's request after the tools of its answer, which is a ``Content``.
 
-        ``None`` if a callback may change that answer, or one of the tools is ADK's: that may ask
-        another agent, or end this one.
+        ``None`` if a callback may change the answer, or if a tool is ADK's: it may ask another
+        agent, or end this agent.
         """
         actor: Any = self.root.find_agent(agent)
         content: Any = answer
@@ -326,7 +322,7 @@ class RunPlanner(LinkPlanner):
             asked = await self._dry_run(actor, events, self._context.session.state)
             found = {call.id: texts[tool] for call, tool in zip(calls, tools, strict=True)}
             messages = [*asked.body["messages"]]
-            # Results of earlier calls may have the same ids; these come last.
+            # Results of earlier calls may have the same ids; only the last results are new.
             for place in range(_last_call(messages) + 1, len(messages)):
                 each = messages[place]
                 if each["role"] == "tool" and each["tool_call_id"] in found:
@@ -342,13 +338,13 @@ class RunPlanner(LinkPlanner):
         """Note the result of an agent's call of a tool."""
         if (agent, call_id) in self._results:
             request, tool = self._results.pop((agent, call_id))
-            # A callback may have to make JSON of it yet.
+            # A later callback may still turn the result into JSON.
             with suppress(TypeError, ValueError):
                 whole = result if isinstance(result, dict) else {"result": result}
                 self.tools.add_result(request, tool, json.dumps(whole))
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
-        """End the links, as others also get tool calls and results, or another text."""
+        """End the links, as others get tool calls and results, or another text."""
         super().call_held_back(call, reason)
         for link in self.waiting_for(call.agent):
             link.end("abort")
@@ -361,9 +357,9 @@ class RunPlanner(LinkPlanner):
     def _add_turns(
         self, agent: Any, before: tuple[Writers, ...], turns: list[Turn]
     ) -> tuple[Writers, ...] | None:
-        """Add the turns of an agent that come after ``before``.
+        """Add the turns of an agent after the writers ``before``.
 
-        Return what comes before the agent after it; ``None`` if that is not certain.
+        Return the writers before the next agent; ``None`` if they are not certain.
         """
         if agent.name in self._ended:
             return before
@@ -411,12 +407,12 @@ class RunPlanner(LinkPlanner):
         return ExpectedRequest(turn, requests, placeholders, holds)
 
     def _histories(self, turn: Turn) -> list[list[str]]:
-        """Return whose messages will have come until a turn, in orders that are possible."""
+        """Return the authors of messages before a turn, in each possible order."""
         known = [event.author for event in self._context.session.events if event.content]
         return [[*known, *order] for order in turn.orders]
 
     def _why_unknown(self, agent: Any) -> str | None:
-        """Return why an agent's prompt cannot be predicted without other code than ADK's."""
+        """Return why predicting an agent's prompt would run code that is not ADK's."""
         if not isinstance(agent.canonical_model, FlashMoALlm):
             return "its model is no FlashMoALlm"
         found = [name for name in _UNKNOWN if getattr(agent, name)]
@@ -427,7 +423,6 @@ class RunPlanner(LinkPlanner):
         return f"predicting its prompt would run its {found[0]}" if found else None
 
     def _event(self, writer: Any, content: types.Content) -> Event:
-        """Return the event that ADK makes of what an agent writes."""
         place = {"invocation_id": self._context.invocation_id, "branch": self._branch(writer)}
         return Event(author=writer.name, content=content, **place)
 
@@ -446,7 +441,7 @@ class RunPlanner(LinkPlanner):
             return await first_request(anext(responses))
 
     def _branch(self, agent: Any) -> str | None:
-        """Return the part of the conversation that an agent reads and writes."""
+        """Return the branch of the conversation that an agent reads and writes."""
         parent, context = agent.parent_agent, self._context
         if agent is self.root or parent is None:
             return context.branch
@@ -458,5 +453,5 @@ class RunPlanner(LinkPlanner):
 
 
 def _last_call(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the place of the last message that calls tools."""
+    """Return the index of the last message that calls tools."""
     return max(place for place, each in enumerate(messages) if each.get("tool_calls"))

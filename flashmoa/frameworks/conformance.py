@@ -1,7 +1,7 @@
-"""Test an adapter on real engines: linked equals unlinked, and nothing is left behind.
+"""Test an adapter on real engines: linked equals unlinked, and engines get their KV back.
 
-The author of an adapter writes one function, which makes a small team of the framework, links it if
-it is given a listener, runs it once, and closes the link::
+The author of an adapter writes one function. It makes a small team of the framework, links it if it
+is given a listener, runs it once, and closes the link::
 
     async def run_team(listener: Listener | None) -> list[str]:
         team = make_team(...)
@@ -44,12 +44,12 @@ async def check_adapter(
     """Check an adapter with a team on engines that serve nobody else.
 
     Args:
-        engines: the engines with the plugin that the team asks.
-        linkable: how many calls of a run can be linked: mostly all but the first.
+        engines: the engines that the team asks; they have the plugin.
+        linkable: the number of calls in a run that can be linked, mostly all but the first.
 
     Returns: the events of a linked run.
 
-    Raises: AssertionError, which says what is wrong.
+    Raises: AssertionError, which names the problem.
     """
     await _flush(engines)
     unlinked = list(await run_team(None))
@@ -61,7 +61,7 @@ async def check_adapter(
         assert linked == unlinked, f"linking has changed the answers from {unlinked} to {linked}"
         hits = _count_hits(calls(events), linkable)
         await _check_released(engines, events)
-        # Some links are late on a machine that is busy, but an adapter that is slow is never early.
+        # Some links are late on a busy machine; most links of a slow adapter are late each time.
         if 2 * hits >= linkable:
             break
         assert not is_last, f"in three runs, links came too late for most of {linkable} calls"
@@ -70,9 +70,9 @@ async def check_adapter(
 
 
 def status(call: Call) -> str:
-    """Return how a call found its prompt stream, as its engine says.
+    """Return the engine's word for how a call found its prompt stream.
 
-    ``late`` if it came before its link was made, ``unlinked`` if there was none.
+    It is ``late`` if the call came before its link was made, ``unlinked`` if it had no link.
     """
     if call.usage is not None and call.usage.prompt_stream is not None:
         return call.usage.prompt_stream.status
@@ -109,7 +109,7 @@ async def _check_released(engines: Sequence[EngineClient], events: Sequence[Even
 
 async def _holds_kv(engine: EngineClient) -> bool:
     info = await engine.info()
-    # A request that runs may have KV of which the radix tree does not know yet.
+    # The radix tree does not know all KV of a running request yet.
     return bool(info.prompt_streams or any(kv.free + kv.evictable < kv.total for kv in info.kv))
 
 
@@ -128,7 +128,7 @@ async def _check_cancelled(run_team: RunTeam, engines: Sequence[EngineClient]) -
         with anyio.fail_after(_RELEASE_SECONDS):
             await opened.wait()
     finally:
-        # Once, as frameworks are cancelled; a cancel scope would cancel what they do then, too.
+        # Frameworks are cancelled once; a cancel scope would also cancel their cleanup.
         running.cancel()
     outcome = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(outcome[0], asyncio.CancelledError | list), f"cancelled: {outcome[0]!r}"

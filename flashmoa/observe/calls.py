@@ -1,5 +1,5 @@
-"""Report one call (``CallReporter``), reconstruct a run's calls from events (``calls``), and find
-whose text flowed into which call (``handoffs``).
+"""Report one call (``CallReporter``), rebuild a run's calls from events (``calls``), and find whose
+text streamed into which call (``handoffs``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, TypedDict
+from typing import Any
 
 from flashmoa.engine import PromptUsage, kv_namespace, prompt_fields
 from flashmoa.observe.events import (
@@ -30,28 +30,31 @@ from flashmoa.observe.events import (
 
 
 class CallReporter:
-    """Reports one call to a listener; the call may fail before its request is sent."""
+    """Reports one call to a listener."""
 
     def __init__(self, listener: Listener, *, agent: str, engine: str, model: str) -> None:
         self._listener = listener
         self._model = model
         self._has_text = False
-        self._call = _CallFields(agent=agent, engine=engine, call_id=secrets.token_hex(8))
+        self._call: dict[str, Any] = {
+            "agent": agent,
+            "engine": engine,
+            "call_id": secrets.token_hex(8),
+        }
 
     def started(self, stream_id: str | None, unlinked: str) -> None:
         """Report that the request is about to be sent; see :class:`CallStarted`."""
-        self._listener(
-            CallStarted(
-                **self._call,
-                model=self._model,
-                stream_id=stream_id,
-                late=unlinked == LATE,
-                unlinked=unlinked,
-            )
+        event = CallStarted(
+            **self._call,
+            model=self._model,
+            stream_id=stream_id,
+            late=unlinked == LATE,
+            unlinked=unlinked,
         )
+        self._listener(event)
 
     def prompt_sent(self, body: Mapping[str, Any]) -> None:
-        """Report the prompt of the request, given the body of its chat completion."""
+        """Report the prompt of a chat completion with this body."""
         fields = prompt_fields(body)
         tools = list(fields.pop("tools", ()))
         if fields.get("tool_choice") == "none":
@@ -61,7 +64,7 @@ class CallReporter:
         self._listener(PromptSent(**self._call, messages=messages, tools=tools, settings=settings))
 
     def text_arrived(self) -> None:
-        """Report the first token; call it whenever a piece of the answer has arrived."""
+        """Note that a piece of the answer has arrived, and report the first one."""
         if not self._has_text:
             self._has_text = True
             self._listener(FirstToken(**self._call))
@@ -72,26 +75,20 @@ class CallReporter:
         )
 
     def failed(self, error: BaseException) -> None:
-        """Report that the call raised ``error``, or was cancelled."""
+        """Report that the call raised ``error``, or was cancelled before or after its request."""
         kind = type(error).__name__
         self._listener(CallFailed(**self._call, error=repr(error), error_type=kind))
 
 
-class _CallFields(TypedDict):
-    agent: str
-    engine: str
-    call_id: str
-
-
 @dataclass(slots=True)
 class Call:
-    """Holds what the events say of one call; times in Unix seconds.
+    """A call, as its events tell it; times are Unix seconds.
 
     Attributes:
-        plain_tokens: number of tokens of its prompt that its link had prefilled on an engine
-            without the plugin; ``None`` if there was no such link.
-        found: behind a front end, what the engine says of its prompt stream.
-        link_end: the reason for which its link ended; ``None`` if it had no stream.
+        plain_tokens: number of prompt tokens that the link prefilled on an engine without the
+            plugin; ``None`` if there was no such link.
+        found: behind a front end, the engine's report about the prompt stream.
+        link_end: why the link ended; ``None`` if it had no stream.
     """
 
     started: CallStarted
@@ -107,8 +104,13 @@ class Call:
         return self.started.agent
 
     @property
+    def wait(self) -> float | None:
+        """Seconds from the request to the first token, if there was one."""
+        return None if self.first_token is None else self.first_token - self.started.at
+
+    @property
     def finished(self) -> CallFinished | None:
-        """The complete answer; ``None`` if the call failed, or has not ended."""
+        """The complete answer; ``None`` if the call failed or has not ended."""
         return self.ended if isinstance(self.ended, CallFinished) else None
 
     @property
@@ -120,41 +122,47 @@ class Call:
 
 
 def calls(events: Iterable[Event]) -> list[Call]:
-    """Return the calls among events, in the order in which they started.
+    """Return the calls among events, in starting order.
 
-    A call without ``CallStarted``, which failed before its request was sent, is left out.
+    A call that failed before its request was sent has no ``CallStarted`` and is left out.
     """
     by_id: dict[str, Call] = {}
-    plain: dict[str, int] = {}
-    by_stream: dict[str, Call] = {}
+    by_stream: dict[str | None, Call] = {}
+    plain_tokens: dict[str | None, int] = {}
     for event in events:
-        if isinstance(event, LinkOpened) and event.plain:
-            plain[event.stream_id] = 0
-        elif isinstance(event, LinkAdvanced) and event.stream_id in plain:
-            plain[event.stream_id] = event.prefilled_tokens
-        elif isinstance(event, CallStarted):
-            call = Call(event, plain_tokens=plain.get(event.stream_id or ""))
-            by_id[event.call_id] = call
-            if event.stream_id is not None:
-                by_stream[event.stream_id] = call
-        elif isinstance(event, StreamFound) and event.stream_id in by_stream:
-            by_stream[event.stream_id].found = event
-        elif isinstance(event, LinkClosed) and event.stream_id in by_stream:
-            by_stream[event.stream_id].link_end = event.reason
-        elif isinstance(event, CallEvent) and event.call_id in by_id:
-            call = by_id[event.call_id]
-            if isinstance(event, PromptSent):
-                call.prompt = event
-            elif isinstance(event, FirstToken):
-                call.first_token = event.at
-            elif isinstance(event, CallFinished | CallFailed):
-                call.ended = event
+        match event:
+            case LinkOpened(plain=True):
+                plain_tokens[event.stream_id] = 0
+            case LinkAdvanced() if event.stream_id in plain_tokens:
+                plain_tokens[event.stream_id] = event.prefilled_tokens
+            case CallStarted():
+                call = Call(event, plain_tokens=plain_tokens.get(event.stream_id))
+                by_id[event.call_id] = call
+                if event.stream_id is not None:
+                    by_stream[event.stream_id] = call
+            case StreamFound() if event.stream_id in by_stream:
+                by_stream[event.stream_id].found = event
+            case LinkClosed() if event.stream_id in by_stream:
+                by_stream[event.stream_id].link_end = event.reason
+            case CallEvent() if event.call_id in by_id:
+                _add(by_id[event.call_id], event)
+            case _:
+                pass
     return list(by_id.values())
+
+
+def _add(call: Call, event: CallEvent) -> None:
+    if isinstance(event, PromptSent):
+        call.prompt = event
+    elif isinstance(event, FirstToken):
+        call.first_token = event.at
+    elif isinstance(event, CallFinished | CallFailed):
+        call.ended = event
 
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A time, in Unix seconds, in which text of the call ``writer`` (a ``call_id``) flowed."""
+    """Text of the call ``writer`` (a ``call_id``) streamed in this time (Unix seconds)."""
 
     writer: str
     start: float
@@ -162,14 +170,15 @@ class Handoff:
 
 
 def handoffs(events: Sequence[Event]) -> dict[str, list[Handoff]]:
-    """Return the handoffs into each linked call, by its ``call_id``.
+    """Return the handoffs into each linked call, by the ``call_id`` of the reader.
 
-    For each agent named in the link (``upstream``, in the prompt's order) the writer is a call that
-    had produced text before the reader was sent and was still writing when the link was opened: the
-    one that ended last before the reader was sent, or if none did, the latest one. (Runs at the
-    same time may have agents of the same names.) Text can only flow in prompt order: a span starts
-    at the writer's first token, or when the text before it in the prompt is complete, whichever is
-    later. It ends when the reader is sent, at the latest.
+    A link names its upstream agents in prompt order. For each agent, the writer is a call that was
+    still writing when the link was opened, and had text before the reader was sent. If several
+    calls fit, because runs at the same time have agents with the same name, the writer is the call
+    that ended last before the reader was sent, or else the latest call.
+
+    Text streams in prompt order. A handoff starts at the writer's first token or when the text
+    before it is complete, whichever is later. It ends when the reader is sent, at the latest.
     """
     links = {event.stream_id: event for event in events if isinstance(event, LinkOpened)}
     by_agent: defaultdict[str, list[Call]] = defaultdict(list)
@@ -200,7 +209,7 @@ def _find_writer(candidates: Sequence[Call], link: LinkOpened, reader: Call) -> 
         and (call.ended is None or call.ended.at >= link.at)
     ]
     done = [call for call in writing if call.ended is not None and call.ended.at <= sent]
-    # A prompt has whole texts, as a rule.
+    # A prompt usually has complete texts.
     return max(done, key=_end, default=writing[-1] if writing else None)
 
 
@@ -209,7 +218,7 @@ def _end(call: Call) -> float:
 
 
 def _sequential_handoffs(writers: Sequence[Call], sent: float) -> list[Handoff]:
-    """Return the span in which each writer's text flowed, given the writers in prompt order.
+    """Return the handoff of each writer, given the writers in prompt order.
 
     Args:
         sent: when the reader's request was sent.
@@ -218,7 +227,6 @@ def _sequential_handoffs(writers: Sequence[Call], sent: float) -> list[Handoff]:
     spans: list[Handoff] = []
     for call in writers:
         start = max(call.first_token or 0.0, complete)
-        end = min(_end(call), sent)
-        complete = max(start, end)
+        complete = max(start, min(_end(call), sent))
         spans.append(Handoff(call.started.call_id, start, complete))
     return spans

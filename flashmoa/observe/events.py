@@ -1,7 +1,7 @@
-"""Define the events that are reported during a run, and the listeners that receive them.
+"""Define the events of a run.
 
-Times are Unix seconds (``time.time()``), so that events of several processes on one machine can be
-compared. A ``Listener`` is any function of one event: a trace, OpenTelemetry, a user's logger.
+A ``Listener`` is any function that takes one event. Times are Unix seconds (``time.time()``), so
+that events of several processes on one machine can be compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashmoa.engine import PromptUsage, StreamFigures
 
 logger = logging.getLogger(__name__)
 
-# Why a call has no link, where reports have a word of their own for it.
+# Reasons for a call without a link; reports show a shorter word for each.
 LATE = "its request was sent before its prompt stream was open"
 FIRST = "it began the run, so that nothing was being written for it"
 WHOLE = "no text in its prompt was being written when it was asked"
@@ -33,18 +33,18 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEvent(Event):
-    """An event of one call; the events of a call have the same ``call_id``."""
+    """An event of a call. All events of the same call have the same ``call_id``."""
 
     call_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted(CallEvent):
-    """An agent's request is about to be sent; ``stream_id`` is set if it uses a link.
+    """An agent's request is about to be sent.
 
-    ``model`` is the model name in the request. ``unlinked`` says why the request uses no link; it
-    is empty if it uses one. ``late``: the request came before its stream was open, since its link
-    was still being made.
+    ``model`` is the model name in the request. ``stream_id`` is set if the request uses a link;
+    otherwise ``unlinked`` says why not. ``late``: the request came while its link was still being
+    made, before its stream was open.
     """
 
     model: str = ""
@@ -55,12 +55,11 @@ class CallStarted(CallEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSent(CallEvent):
-    """The prompt of a call's request, as it is sent; a ``repr`` does not show it.
+    """The prompt of a call's request; ``repr`` leaves it out.
 
-    ``messages`` are OpenAI's, ``tools`` those that the model is shown, and ``settings`` the
-    ``chat_template_kwargs``, the other fields that shape the prompt (see
-    ``flashmoa.engine.prompt_fields``) and what its KV is shared within (see
-    ``flashmoa.engine.kv_namespace``).
+    ``messages`` are OpenAI messages, ``tools`` the tools that the model sees. ``settings`` has the
+    ``chat_template_kwargs``, the other fields that shape the prompt
+    (``flashmoa.engine.prompt_fields``) and the KV namespace (``flashmoa.engine.kv_namespace``).
     """
 
     messages: list[dict[str, Any]] = field(repr=False)
@@ -77,7 +76,7 @@ class FirstToken(CallEvent):
 class CallFinished(CallEvent):
     """The answer is complete; ``text`` is empty if it is a tool call.
 
-    ``finish_reason`` is the client's value (``stop``, ``length``...).
+    ``finish_reason`` is OpenAI's (``stop``, ``length``, ...).
     """
 
     text: str = ""
@@ -87,7 +86,7 @@ class CallFinished(CallEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFailed(CallEvent):
-    """The call raised ``error``, of the class ``error_type``, or was cancelled."""
+    """The call raised ``error`` (of class ``error_type``), or was cancelled."""
 
     error: str
     error_type: str = ""
@@ -95,10 +94,10 @@ class CallFailed(CallEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOpened(Event):
-    """A future prompt of ``agent`` is being prefilled.
+    """An engine prefills a future prompt of ``agent``.
 
-    ``plain``: its engine has no plugin, so it is prefilled in a few steps, and ``stream_id`` is an
-    id that the client has made for the events of this link.
+    ``plain``: the engine has no plugin. It prefills the prompt in a few steps, and the client made
+    up the ``stream_id``.
     """
 
     upstream: tuple[str, ...]
@@ -108,9 +107,9 @@ class LinkOpened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkAdvanced(Event):
-    """More of a prompt was sent.
+    """The engine got more of a prompt.
 
-    ``received_tokens`` are certain; for ``prefilled_tokens`` the engine has computed the KV.
+    It has received ``received_tokens`` and computed the KV of ``prefilled_tokens``.
     """
 
     stream_id: str
@@ -120,7 +119,7 @@ class LinkAdvanced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkWaits(Event):
-    """The link to ``agent`` does not get the text of ``upstream`` as it is written."""
+    """The link to ``agent`` does not get the text of ``upstream`` while it is written."""
 
     upstream: str
     reason: str
@@ -130,8 +129,8 @@ class LinkWaits(Event):
 class UpstreamFailed(Event):
     """The link to ``agent`` waits for ``upstream``, which failed.
 
-    ``failure`` is ``error``, ``cancel``, ``timeout`` or ``stall``; ``action`` is what the failure
-    policy says for it: ``abort`` or ``finalize``.
+    ``failure`` is ``error``, ``cancel``, ``timeout`` or ``stall``. The failure policy chose the
+    ``action``: ``abort`` or ``finalize``.
     """
 
     upstream: str
@@ -143,14 +142,14 @@ class UpstreamFailed(Event):
 class LinkDeclined(Event):
     """There is no link to ``agent``; ``engine`` may be empty.
 
-    It is reported once for each agent and kind of reason, and each time that an engine, or its
-    room, is the reason.
+    A reason is reported once for each agent. If the engine or its room is the reason, it is
+    reported each time.
     """
 
     reason: str
 
 
-# Reasons for a link to end although nothing has failed; any other reason is an error.
+# Reasons for the end of a link that has not failed; any other reason is an error.
 ORDINARY_ENDS = frozenset(
     {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine", "unfinished"}
 )
@@ -158,7 +157,7 @@ ORDINARY_ENDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkClosed(Event):
-    """The link has ended; ``reason`` is one of :data:`ORDINARY_ENDS`, or an error."""
+    """The link has ended; ``reason`` is in :data:`ORDINARY_ENDS`, or is an error."""
 
     stream_id: str | None
     reason: str
@@ -166,10 +165,10 @@ class LinkClosed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamFound(Event):
-    """A call behind a front end has ended: what its engine says of its prompt stream.
+    """A call behind a front end has ended, and its engine has told about its prompt stream.
 
     ``figures`` is ``None`` if the request did not find the stream: it went to another engine, or
-    had ended before its stream.
+    ended before its stream.
     """
 
     stream_id: str
@@ -180,7 +179,7 @@ Listener = Callable[[Event], None]
 
 
 def contained(listener: Listener) -> Listener:
-    """Return a listener that logs the exceptions of another one instead of raising them."""
+    """Return a listener that calls ``listener`` and logs its exceptions."""
     if listener is ignore:
         return ignore
 
@@ -196,4 +195,4 @@ def contained(listener: Listener) -> Listener:
 
 
 def ignore(_event: Event) -> None:
-    """Do nothing: the listener of those who want no events."""
+    """Do nothing with an event (the default listener)."""

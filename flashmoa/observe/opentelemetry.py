@@ -1,21 +1,19 @@
 """Turn a run into OpenTelemetry spans and metrics, named by its GenAI semantic conventions.
 
-Source: open-telemetry/semantic-conventions-genai, docs/gen-ai (spans, agent spans, metrics), all
-of which is in development. Names that the conventions lack begin with ``flashmoa.``.
+Source: open-telemetry/semantic-conventions-genai, docs/gen-ai (spans, agent spans, metrics; all in
+development). Names that the conventions lack begin with ``flashmoa.``.
 
-Spans: ``chat {model}`` for each call, inside ``invoke_agent {agent}``, which is made unless the
-current span is one already (AutoGen makes its own). In the latter there is also, for each prompt
-stream, ``link {agent}`` from its opening to its end, with one ``prefill`` for each piece that the
-engine computed ahead.
+Each call has a span ``chat {model}`` inside ``invoke_agent {agent}``. The latter is made unless the
+current span is one already (AutoGen makes its own). It also has a span ``link {agent}`` for each
+prompt stream, with a ``prefill`` for each piece that the engine computed ahead.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from flashmoa._extras import FromExtra
@@ -34,34 +32,27 @@ from flashmoa.observe.events import (
 with FromExtra("opentelemetry", __name__, "OpenTelemetry"):
     from opentelemetry import context, metrics, trace
 
-# How many calls, links and agents without further events are kept; the oldest are dropped first.
+# Calls and links without an end would be kept for ever: beyond this number, the oldest are ended.
 _MAX_KEPT = 1024
-_ABANDONED = "no further events arrived for it"
 
 _Attributes = dict[str, str | bool | int | float | tuple[str, ...]]
 
 _OPERATION, _AGENT, _ERROR_TYPE = "gen_ai.operation.name", "gen_ai.agent.name", "error.type"
-_MODEL = "gen_ai.request.model"
-_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
-_FINISH_REASONS = "gen_ai.response.finish_reasons"
-_STREAM = "flashmoa.link.stream_id"
-_REASON = "flashmoa.link.reason"
-# The conventions require a provider, list no inference engine, and allow any other name. Events do
-# not say which engine it is.
+_STREAM, _REASON = "flashmoa.link.stream_id", "flashmoa.link.reason"
+# The conventions require a provider. They list no inference engine, and allow any other name;
+# events do not tell the engine's.
 _PROVIDER = {"gen_ai.provider.name": "self_hosted"}
 _UNKNOWN_ERROR = "_OTHER"
 # Bucket boundaries that the conventions give for the histograms.
 _SECONDS = [0.01 * 2**power for power in range(14)]
 _TOKENS = [float(4**power) for power in range(14)]
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
 
 @dataclass(slots=True)
 class _Call:
+    """A call; ``spans`` are the chat's and, if this module made one, the agent's around it."""
+
     started: CallStarted
-    # The chat's span, and around it the agent's if this module made one.
     spans: list[trace.Span]
     link: _Link | None
     first_token: float | None = None
@@ -69,10 +60,10 @@ class _Call:
 
 @dataclass(slots=True)
 class _Link:
-    """Holds a link.
+    """A link; ``context`` was the current context when it was opened.
 
-    ``span`` is made once its parent is known: the agent's span of the call that uses the link, or
-    the span that was current when the link was opened.
+    Its ``span`` is a child of the agent's span of the call that uses the link. A link that no call
+    uses gets its span at its end, as a child of the span that was current when it was opened.
     """
 
     opened: LinkOpened
@@ -87,9 +78,9 @@ class OpenTelemetry:
         tracer_provider: makes the spans; by default the global one.
         meter_provider: makes the metrics; by default the global one.
 
-    Spans have no prompts and no answers. They are children of the span that is current where an
-    agent calls. Each ends when its call is answered or fails; :meth:`close` ends the spans of calls
-    that were abandoned.
+    Spans have no prompts and no answers. A call's span is a child of the span that is current where
+    the agent calls. It ends when the call is answered or fails; :meth:`close` ends the spans of
+    abandoned calls.
     """
 
     def __init__(
@@ -115,92 +106,94 @@ class OpenTelemetry:
                 self._fail(event)
             case LinkOpened():
                 self._links[event.stream_id] = _Link(event, context.get_current())
-                _drop_oldest(self._links, self._abandon_link)
+                self._abandon_oldest(_MAX_KEPT)
             case LinkClosed():
-                self._meters.record_link_end(event)
-                if (link := self._links.pop(event.stream_id or "", None)) is not None:
-                    self._close_link(link, event)
+                self._close_link(event)
             case _:
                 pass
 
     def close(self) -> None:
         """End the spans of calls and links that have not ended."""
-        while self._calls:
-            self._abandon_call(self._calls.popitem()[1])
-        while self._links:
-            self._abandon_link(self._links.popitem()[1])
+        self._abandon_oldest(0)
 
     def _start(self, event: CallStarted) -> None:
         around, spans = context.get_current(), list[trace.Span]()
         if not _is_current_agent(event.agent):
-            name = f"invoke_agent {event.agent}"
-            spans.append(self._span(name, around, event.at, _agent_attributes(event)))
+            spans.append(self._agent_span(event))
             around = trace.set_span_in_context(spans[0], around)
         attributes = _call_attributes(event)
         attributes |= {_AGENT: event.agent, "flashmoa.link.late": event.late}
-        if event.stream_id is not None:
-            attributes[_STREAM] = event.stream_id
         if event.unlinked:
             attributes["flashmoa.link.unlinked"] = event.unlinked
+        link: _Link | None = None
+        if event.stream_id is not None:
+            attributes[_STREAM] = event.stream_id
+            link = self._links.get(event.stream_id)
         name, kind = f"chat {event.model}".rstrip(), trace.SpanKind.CLIENT
         chat = self._span(name, around, event.at, attributes, kind)
-        link = self._links.get(event.stream_id) if event.stream_id is not None else None
         if link is not None:
-            self._ensure_link_span(link, around)
+            self._link_span(link, around)
         self._calls[event.call_id] = _Call(event, [chat, *spans], link)
-        _drop_oldest(self._calls, self._abandon_call)
+        self._abandon_oldest(_MAX_KEPT)
 
     def _first_token(self, event: FirstToken) -> None:
         call = self._calls.get(event.call_id)
         if call is not None:
             call.first_token = event.at
-            call.spans[0].set_attribute("gen_ai.request.stream", True)
-            seconds = event.at - call.started.at
-            call.spans[0].set_attribute(_FIRST_CHUNK, seconds)
-            call.spans[0].add_event("flashmoa.first_token", timestamp=_nanoseconds(event.at))
+            chat, seconds = call.spans[0], event.at - call.started.at
+            chat.set_attribute("gen_ai.request.stream", True)
+            chat.set_attribute("gen_ai.response.time_to_first_chunk", seconds)
+            chat.add_event("flashmoa.first_token", timestamp=_nanoseconds(event.at))
 
     def _finish(self, event: CallFinished) -> None:
         call = self._calls.pop(event.call_id, None)
         if call is None:
             return
+        chat = call.spans[0]
         if event.usage is not None:
-            call.spans[0].set_attributes(_usage_attributes(event.usage))
+            chat.set_attributes(_usage_attributes(event.usage))
         if event.finish_reason is not None:
-            call.spans[0].set_attribute(_FINISH_REASONS, (event.finish_reason,))
+            chat.set_attribute("gen_ai.response.finish_reasons", (event.finish_reason,))
         if event.usage is not None and event.usage.prompt_stream is not None:
             link_span = call.link.span if call.link is not None else None
+            around = trace.set_span_in_context(link_span or chat)
             for prefill in event.usage.prompt_stream.prefills:
-                inside = trace.set_span_in_context(link_span or call.spans[0])
                 tokens: _Attributes = {"flashmoa.prefill.tokens": prefill.tokens}
-                span = self._span("prefill", inside, prefill.start, tokens)
-                span.end(_nanoseconds(prefill.end))
+                _end(self._span("prefill", around, prefill.start, tokens), prefill.end)
         for span in call.spans:
-            span.end(_nanoseconds(event.at))
+            _end(span, event.at)
         self._meters.record_answer(call.started, call.first_token, event)
 
     def _fail(self, event: CallFailed) -> None:
         call = self._calls.pop(event.call_id, None)
-        if call is None:  # No request was sent, as a text that the call was to read failed.
-            if _is_current_agent(event.agent):
-                return
-            name, around = f"invoke_agent {event.agent}", context.get_current()
-            spans = [self._span(name, around, event.at, _agent_attributes(event))]
-        else:
+        if call is not None:
             spans = call.spans
             self._meters.record_failure(call.started, event)
+        else:  # A text that the call was to read failed, so that no request was sent.
+            spans = [] if _is_current_agent(event.agent) else [self._agent_span(event)]
         for span in spans:
-            _end_with_error(span, event.at, event.error, event.error_type or _UNKNOWN_ERROR)
+            _end(span, event.at, event.error_type or _UNKNOWN_ERROR, event.error)
 
-    def _close_link(self, link: _Link, event: LinkClosed) -> None:
-        span = self._ensure_link_span(link, link.context)
-        span.set_attribute(_REASON, event.reason)
-        error = _link_error(event.reason)
-        if error is None:
-            span.end(_nanoseconds(event.at))
-        else:
-            _end_with_error(span, event.at, event.reason, error)
+    def _close_link(self, event: LinkClosed) -> None:
+        self._meters.record_link_end(event)
+        link = self._links.pop(event.stream_id or "", None)
+        if link is not None:
+            span = self._link_span(link, link.context)
+            span.set_attribute(_REASON, event.reason)
+            _end(span, event.at, _link_error(event.reason), event.reason)
 
-    def _ensure_link_span(self, link: _Link, around: context.Context) -> trace.Span:
+    def _abandon_oldest(self, limit: int) -> None:
+        """Keep at most ``limit`` calls and links, and end the spans of older ones."""
+        for kept in (self._calls, self._links):
+            while len(kept) > limit:
+                _, oldest = kept.popitem(last=False)
+                is_link = isinstance(oldest, _Link)
+                spans = [self._link_span(oldest, oldest.context)] if is_link else oldest.spans
+                for span in spans:
+                    _end(span, time.time(), _UNKNOWN_ERROR, "no further events arrived for it")
+
+    def _link_span(self, link: _Link, around: context.Context) -> trace.Span:
+        """Return the link's span, which is made in ``around`` if there is none."""
         if link.span is None:
             opened = link.opened
             attributes: _Attributes = {
@@ -212,13 +205,11 @@ class OpenTelemetry:
             link.span = self._span(f"link {opened.agent}", around, opened.at, attributes)
         return link.span
 
-    def _abandon_call(self, call: _Call) -> None:
-        for span in call.spans:
-            _end_with_error(span, time.time(), _ABANDONED, _UNKNOWN_ERROR)
-
-    def _abandon_link(self, link: _Link) -> None:
-        span = self._ensure_link_span(link, link.context)
-        _end_with_error(span, time.time(), _ABANDONED, _UNKNOWN_ERROR)
+    def _agent_span(self, event: Event) -> trace.Span:
+        model = _model(event) if isinstance(event, CallStarted) else {}
+        attributes = {_OPERATION: "invoke_agent", **_PROVIDER, _AGENT: event.agent, **model}
+        name = f"invoke_agent {event.agent}"
+        return self._span(name, context.get_current(), event.at, attributes)
 
     def _span(
         self,
@@ -234,22 +225,17 @@ class OpenTelemetry:
 
 
 def _is_current_agent(name: str) -> bool:
-    """Return whether the current span is that of this agent's turn, as AutoGen makes them."""
-    attributes = getattr(trace.get_current_span(), "attributes", None)
-    if attributes is None or attributes.get(_OPERATION) != "invoke_agent":
-        return False
-    return attributes.get(_AGENT) == name
+    """Return whether the current span is this agent's turn, as AutoGen makes it."""
+    attributes: Any = getattr(trace.get_current_span(), "attributes", None) or {}
+    return attributes.get(_OPERATION) == "invoke_agent" and attributes.get(_AGENT) == name
 
 
-def _end_with_error(span: trace.Span, at: float, description: str, kind: str) -> None:
-    span.set_attribute(_ERROR_TYPE, kind)
-    span.set_status(trace.Status(trace.StatusCode.ERROR, description))
+def _end(span: trace.Span, at: float, error: str | None = None, description: str = "") -> None:
+    """End a span; ``error`` is the class name of its error, if it had one."""
+    if error is not None:
+        span.set_attribute(_ERROR_TYPE, error)
+        span.set_status(trace.Status(trace.StatusCode.ERROR, description))
     span.end(_nanoseconds(at))
-
-
-def _drop_oldest(kept: OrderedDict[_Key, _Value], end: Callable[[_Value], None]) -> None:
-    while len(kept) > _MAX_KEPT:
-        end(kept.popitem(last=False)[1])
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -260,16 +246,11 @@ def _call_attributes(call: CallStarted) -> _Attributes:
     return {_OPERATION: "chat", **_PROVIDER, **_model(call), **_server(call.engine)}
 
 
-def _agent_attributes(event: Event) -> _Attributes:
-    model = _model(event) if isinstance(event, CallStarted) else {}
-    return {_OPERATION: "invoke_agent", **_PROVIDER, _AGENT: event.agent, **model}
-
-
 def _prompt_sources(usage: PromptUsage) -> dict[str, int]:
-    """Return the number of a prompt's tokens by where their KV came from.
+    """Return the number of a prompt's tokens by the source of their KV.
 
-    ``streamed``: computed by the call's link before the call; ``cached``: in the cache for another
-    reason; ``late``: computed when the call came.
+    ``streamed``: the call's link computed it before the call; ``cached``: it was in the cache for
+    another reason; ``late``: it was computed when the call came.
     """
     if usage.cached_tokens is None:
         return {}
@@ -279,12 +260,12 @@ def _prompt_sources(usage: PromptUsage) -> dict[str, int]:
 
 
 def _link_error(reason: str) -> str | None:
-    """Return the class name of the error that a link ended with; ``None`` if it was no error."""
+    """Return the class name of the error that ended a link; ``None`` if it was no error."""
     return None if reason in ORDINARY_ENDS else reason.partition(":")[0]
 
 
 def _model(call: CallStarted) -> _Attributes:
-    return {_MODEL: call.model} if call.model else {}
+    return {"gen_ai.request.model": call.model} if call.model else {}
 
 
 def _server(url: str) -> _Attributes:

@@ -1,12 +1,11 @@
 """Find where prompts stopped sharing a prefix, and what that cost (``find_breaks``).
 
 An engine reuses the KV of an earlier prompt up to the first token that differs. Users expect that
-an agent's prompt begins with the one before it, and that agents share what is in all of their
-prompts. A *break* is a place where that is not so.
+each prompt of an agent begins with its previous prompt, and that agents share what all of their
+prompts contain. A *break* is a place where the prompts differ instead.
 
-Prompts are compared as text made of what was sent, in the order in which most chat templates show
-it: the request's settings, each tool, each message. What a chat template itself changes is not
-seen.
+Prompts are compared as text, in the order of most chat templates: the request's settings, each
+tool, each message. Changes that a chat template makes are not seen.
 """
 
 from __future__ import annotations
@@ -21,32 +20,25 @@ from flashmoa.observe.calls import Call
 from flashmoa.observe.events import PromptSent
 from flashmoa.observe.summary import seconds
 
-# Prefilling fewer tokens takes about as long as prefilling one.
-_FEWEST_TOKENS = 32
-NO_BREAK = f"no prompt had {_FEWEST_TOKENS} tokens or more computed again as its prefix broke"
+# Prefilling fewer tokens takes about as long as prefilling a single token.
+_MIN_TOKENS = 32
+NO_BREAK = f"no prompt had {_MIN_TOKENS} tokens or more computed again as its prefix broke"
 _SHOWN_CHARACTERS = 48
-# Of how much text agents must have in common, behind a difference, to be expected to share it.
-_SHARED_CHARACTERS = 1000
-# With how many other prompts an agent's first one is compared. In a trace where each call has an
-# agent's name of its own, all pairs would take minutes.
-_MOST_COMPARED = 32
-# The tools themselves show the first one; the others change the end of a prompt only.
-_SEEN_ELSEWHERE = ("tool_choice", "continue_final_message", "add_generation_prompt")
+# Left out: the tools themselves show tool_choice; the others change only the end of a prompt.
+_NOT_COMPARED = ("tool_choice", "continue_final_message", "add_generation_prompt")
 
-# What to do about a part that differs, by its kind.
+# What to do about a difference, by the kind of the part that differs.
 _REMEDIES = {
     "setting": "send the same chat_template_kwargs, cache_salt, adapter, ... with each call",
     "tool": "send the same tools in the same order with each call of an agent",
     "system": "put what differs at the end of the last message",
     "message": "add messages at the end only, and send answers as the model wrote them",
 }
-# Of two parts that differ, the kind that comes first in prompts is the reason.
-_ORDER = {"setting": 0, "tool": 1, "system": 2, "message": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a prompt as text; two are equal if their texts are."""
+    """A part of a prompt. Parts with the same text are equal."""
 
     text: str
     place: str = field(compare=False)
@@ -55,17 +47,17 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBreak:
-    """A prompt that does not begin as an earlier one does, although much of it is the same.
+    """A prompt that leaves the text of an earlier prompt, although it repeats much of that text.
 
     Attributes:
-        call, earlier: the call with the prompt, and the one whose prompt it is compared with.
-        number: the number of the call among its agent's, from 1.
-        place: what differs first, ``the system message`` for instance.
+        call, earlier: the calls whose prompts were compared.
+        number: the number of ``call`` among the calls of its agent, from 1.
+        place: the part that differs first, for instance ``the system message``.
         remedy: what to do about it.
-        old, new: the texts of the prompts that were compared. ``old`` includes the agent's answer,
-            if the later prompt has a message in its place.
-        at: the number of characters that these have in common at their beginnings.
-        repeated: the share of the text behind the difference that is in the earlier prompt, too.
+        old, new: the texts of the earlier and the later prompt. ``old`` ends with the agent's
+            answer if the later prompt has a message in its place.
+        at: the number of characters that ``old`` and ``new`` have in common at their beginnings.
+        repeated: the share of the text behind the difference that the earlier prompt has, too.
         times, again_in_all: see :func:`group_breaks`.
     """
 
@@ -83,7 +75,7 @@ class PrefixBreak:
 
     @property
     def computed_tokens(self) -> int | None:
-        """How much of the prompt was computed for the call, ahead of it or not, if known."""
+        """Prompt tokens that the engine computed for the call or its link, if known."""
         usage = self.call.usage
         if usage is None or usage.cached_tokens is None:
             return None
@@ -91,18 +83,23 @@ class PrefixBreak:
 
     @property
     def again_tokens(self) -> int | None:
-        """Estimate how many of these the engine had computed for the earlier prompt."""
+        """Estimate of the computed tokens that the engine had computed for the earlier prompt."""
         usage, computed = self.call.usage, self.computed_tokens
         if usage is None:
             return None
         behind = usage.prompt_tokens * (len(self.new) - self.at) / len(self.new)
-        # More may have been computed, as engines forget what they had computed long ago.
+        # Engines evict KV, so that more tokens may have been computed than the text behind has.
         return round(self.repeated * (behind if computed is None else min(behind, computed)))
 
+    @property
+    def is_of_one_agent(self) -> bool:
+        """Whether both prompts are the same agent's."""
+        return self.call.agent == self.earlier.agent
+
     def describe(self) -> str:
-        """Return where it differs, both texts there, what that cost and what to do, in lines."""
-        same_agent = self.earlier.agent == self.call.agent
-        other = "its prompt before" if same_agent else f"the prompt of {self.earlier.agent}"
+        """Return lines for readers: where the prompts differ, what that cost and what to do."""
+        agent = self.earlier.agent
+        other = "its prompt before" if self.is_of_one_agent else f"the prompt of {agent}"
         start = max(0, self.at - _SHOWN_CHARACTERS)
         common = ("…" if start else "") + self.new[start : self.at]
         lines = [
@@ -123,14 +120,12 @@ class PrefixBreak:
         usage, computed = self.call.usage, self.computed_tokens
         if usage is None:
             return "not known, as the engine reported no usage"
-        text = (
-            f"about {self.again_tokens:,} of {usage.prompt_tokens:,} prompt tokens computed again"
-        )
+        again = f"about {self.again_tokens:,} of {usage.prompt_tokens:,}"
+        text = f"{again} prompt tokens computed again"
         if computed is not None:
             text += f" ({computed:,} computed, {usage.streamed_tokens or 0:,} ahead of the call)"
-        if self.call.first_token is not None:
-            waited = self.call.first_token - self.call.started.at
-            text += f"; first token after {seconds(waited)}"
+        if self.call.wait is not None:
+            text += f"; first token after {seconds(self.call.wait)}"
         return text
 
 
@@ -142,14 +137,14 @@ def _beginning(text: str) -> str:
 def group_breaks(breaks: Iterable[PrefixBreak]) -> list[PrefixBreak]:
     """Return the costliest break of each agent and remedy, the agents that lost most first.
 
-    Those that cost less than a few tokens are left out; ``times`` and ``again_in_all`` are of all
-    that are left.
+    Breaks that cost almost nothing are left out. ``times`` is the number of breaks in the group,
+    ``again_in_all`` the sum of their tokens.
     """
     groups: defaultdict[object, list[PrefixBreak]] = defaultdict(list)
     for one in breaks:
-        if one.again_tokens is None or one.again_tokens >= _FEWEST_TOKENS:
-            same_agent = one.call.agent == one.earlier.agent
-            groups[one.call.agent, one.call.started.engine, same_agent, one.remedy].append(one)
+        if one.again_tokens is None or one.again_tokens >= _MIN_TOKENS:
+            key = (one.call.agent, one.call.started.engine, one.is_of_one_agent, one.remedy)
+            groups[key].append(one)
     worst = [
         replace(
             max(members, key=lambda one: one.again_tokens or 0),
@@ -164,30 +159,29 @@ def group_breaks(breaks: Iterable[PrefixBreak]) -> list[PrefixBreak]:
 def find_breaks(calls: Iterable[Call]) -> list[PrefixBreak]:
     """Return the breaks of a run, in the order of its calls.
 
-    An agent's prompt is compared with its prompt before, on the same engine and for the same model;
-    an agent's first prompt with the latest ones of other agents there.
+    Prompts are compared on one engine, for one model: each prompt of an agent with its previous
+    prompt, and the first prompt of an agent with the latest prompts of other agents.
 
     Args:
-        calls: the calls, in the order in which they started; those without a prompt do not count.
+        calls: calls in starting order; calls without a prompt do not count.
     """
-    latest: defaultdict[object, deque[_SentPrompt]] = defaultdict(
-        lambda: deque(maxlen=_MOST_COMPARED)
-    )
+    # A trace may name a new agent for each call: comparing all pairs would take minutes.
+    latest: defaultdict[object, deque[_SentPrompt]] = defaultdict(lambda: deque(maxlen=32))
     newest: dict[object, _SentPrompt] = {}
     counts = Counter[object]()
     found: list[PrefixBreak] = []
     for call in calls:
         if call.prompt is None:
             continue
-        prompt = _SentPrompt(call, call.prompt, _parts(call.prompt))
+        prompt = _SentPrompt(call, call.prompt.messages, _parts(call.prompt))
         where = (call.started.engine, call.started.model)
-        expected = newest.get((call.agent, where)) or _find_expected(latest[where], prompt)
-        counts[call.agent, where] += 1
-        number = counts[call.agent, where]
-        broken = _compare(expected, prompt, number) if expected is not None else None
+        agent = (call.agent, where)
+        counts[agent] += 1
+        expected = newest.get(agent) or _find_expected(latest[where], prompt)
+        broken = _compare(expected, prompt, counts[agent]) if expected is not None else None
         if broken is not None:
             found.append(broken)
-        newest[call.agent, where] = prompt
+        newest[agent] = prompt
         latest[where].append(prompt)
     return found
 
@@ -195,13 +189,12 @@ def find_breaks(calls: Iterable[Call]) -> list[PrefixBreak]:
 @dataclass(frozen=True, slots=True)
 class _SentPrompt:
     call: Call
-    sent: PromptSent
+    messages: list[dict[str, Any]]
     parts: list[_Part]
 
 
 def _find_expected(latest: Iterable[_SentPrompt], prompt: _SentPrompt) -> _SentPrompt | None:
-    """Return the prompt with which an agent's first one could have shared much more than it did
-    with any."""
+    """Return an earlier prompt that could have shared much more text than any prompt did."""
     best, most, shared = None, 0, 0
     for other in latest:
         first = _first_difference(other.parts, prompt.parts)
@@ -210,11 +203,13 @@ def _find_expected(latest: Iterable[_SentPrompt], prompt: _SentPrompt) -> _SentP
         common += count_repeated(other.parts, prompt.parts, first)
         if common >= most:
             best, most = other, common
-    return best if most - shared >= _SHARED_CHARACTERS else None
+    # Prompts repeat some words of each other by chance.
+    is_much = most - shared >= 1000  # Characters.
+    return best if is_much else None
 
 
 def _compare(earlier: _SentPrompt, later: _SentPrompt, number: int) -> PrefixBreak | None:
-    """Return where a prompt leaves an earlier one; ``None`` if it begins with it, or is shorter."""
+    """Return the break between two prompts; ``None`` if one begins with the other."""
     old_parts, new_parts = _with_answer(earlier, later), later.parts
     first = _first_difference(old_parts, new_parts)
     if first == min(len(old_parts), len(new_parts)):
@@ -226,7 +221,9 @@ def _compare(earlier: _SentPrompt, later: _SentPrompt, number: int) -> PrefixBre
     at += _first_difference(old[at:], new[at:])  # One part may end where the other goes on.
     if at in (len(old), len(new)):
         return None
-    differs = min(now, was, key=lambda part: _ORDER[part.kind])
+    # If the parts have different kinds, the kind that comes first in prompts is the reason.
+    differs = min(now, was, key=lambda part: (part.kind != "setting", part.kind != "tool"))
+    repeated = count_repeated(old_parts, new_parts, first)
     return PrefixBreak(
         call=later.call,
         earlier=earlier.call,
@@ -236,23 +233,21 @@ def _compare(earlier: _SentPrompt, later: _SentPrompt, number: int) -> PrefixBre
         old=old,
         new=new,
         at=at,
-        repeated=count_repeated(old_parts, new_parts, first)
-        / (_length(new_parts[first:]) - shared),
+        repeated=repeated / (_length(new_parts[first:]) - shared),
     )
 
 
 def _with_answer(earlier: _SentPrompt, later: _SentPrompt) -> list[_Part]:
-    """Return an agent's prompt with its answer at the end, if the later one has a message there.
+    """Return an agent's earlier prompt, with its answer if the later prompt has a message there.
 
-    The answer is in the engine's cache, too. What the model wrote for a tool call is not known.
+    The engine's cache has the answer, too. The text of a tool call is not known.
     """
-    finished, number = earlier.call.finished, len(earlier.sent.messages)
-    answer = later.sent.messages[number] if len(later.sent.messages) > number else {}
+    finished, number = earlier.call.finished, len(earlier.messages)
+    answer = later.messages[number] if len(later.messages) > number else {}
     is_answer = answer.get("role") == "assistant" and not answer.get("tool_calls")
-    if earlier.call.agent != later.call.agent or not is_answer or not finished:
+    if earlier.call.agent != later.call.agent or not is_answer or not finished or not finished.text:
         return earlier.parts
-    as_written = _message_part(number, {**answer, "content": finished.text})
-    return [*earlier.parts, as_written] if finished.text else earlier.parts
+    return [*earlier.parts, _message_part(number, {**answer, "content": finished.text})]
 
 
 def _parts(prompt: PromptSent) -> list[_Part]:
@@ -260,7 +255,7 @@ def _parts(prompt: PromptSent) -> list[_Part]:
         *(
             _Part(f"{name}: {_as_json(value)}", f"the request's {name}", "setting")
             for name, value in sorted(prompt.settings.items())
-            if name not in _SEEN_ELSEWHERE
+            if name not in _NOT_COMPARED
         ),
         *(_Part(_as_json(tool), "the list of tools", "tool") for tool in prompt.tools),
         *(_message_part(number, message) for number, message in enumerate(prompt.messages)),
@@ -268,7 +263,7 @@ def _parts(prompt: PromptSent) -> list[_Part]:
 
 
 def _message_part(index: int, message: Mapping[str, Any]) -> _Part:
-    """Return a message as text: its role, its content, and its other fields that are set."""
+    """Return a message as text: its role, its content and its other fields."""
     role, content = message.get("role"), message.get("content")
     text = content if isinstance(content, str) else _as_json(content) if content else ""
     fields = {
@@ -293,7 +288,7 @@ def _length(parts: Iterable[_Part]) -> int:
 
 
 def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return how many items two sequences have in common at their beginnings."""
+    """Return the index of the first item that differs."""
     pairs = enumerate(zip(one, other, strict=False))
     least = min(len(one), len(other))
     return next((number for number, (left, right) in pairs if left != right), least)
@@ -302,12 +297,11 @@ def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
 def count_repeated(old: Sequence[_Part], new: Sequence[_Part], first: int) -> int:
     """Return how many characters of ``new`` behind the first difference are in ``old``, too.
 
-    That is, behind it in ``old``, in a part that is the same, or at the end of the part that
-    differs first.
+    These are the parts that both have, and the common end of the parts that differ first.
 
     Args:
         old, new: the parts of two prompts.
-        first: the number of the first part that differs.
+        first: the index of the first part that differs.
     """
     if first == min(len(old), len(new)):
         return 0

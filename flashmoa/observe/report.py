@@ -18,13 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashmoa.observe.calls import Call, calls
-from flashmoa.observe.events import (
-    CallFinished,
-    Event,
-    Listener,
-    PromptSent,
-    ignore,
-)
+from flashmoa.observe.events import CallFinished, Event, Listener, PromptSent, ignore
 from flashmoa.observe.summary import (
     COLUMNS,
     FAILURES,
@@ -41,10 +35,7 @@ from flashmoa.observe.summary import (
 )
 from flashmoa.observe.timeline import draw, lanes
 
-_MOST_EVENTS = 4096
-_MOST_NOTES = 10
-_MOST_NAMES = 4
-_WIDTH = 100
+_MAX_EVENTS = 4096
 _LEGEND = """\
 prompt: cached tokens and late ones, computed after the request; streamed: cached by its link
 ahead: time of its link's prefills before the request; an empty cell: the engine does not say
@@ -54,7 +45,7 @@ link: """
 class Report(JupyterMixin):
     """Tells what links gained: print it, or show it in a notebook, at any time.
 
-    It is a listener. It keeps the last few thousand events, without prompts and answers.
+    It is a listener that keeps the last 4,096 events, without prompts and answers.
 
     Args:
         listener: receives all events, too.
@@ -62,7 +53,7 @@ class Report(JupyterMixin):
 
     def __init__(self, listener: Listener = ignore) -> None:
         self._listener = listener
-        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CallFinished):
@@ -73,12 +64,12 @@ class Report(JupyterMixin):
 
     @property
     def events(self) -> list[Event]:
-        """The last few thousand events."""
+        """The last 4,096 events, or fewer."""
         return list(self._events)
 
     @property
     def calls(self) -> list[Call]:
-        """The calls, in the order in which they started."""
+        """The calls, in starting order."""
         return calls(self.events)
 
     @property
@@ -87,17 +78,17 @@ class Report(JupyterMixin):
 
     @property
     def links(self) -> dict[str, int]:
-        """How many links have ended for each reason, and how many are ``still open``."""
+        """The number of links by reason of their end; some may be ``still open``."""
         return count_links(self.events)
 
     @property
     def notes(self) -> list[Note]:
-        """What failed or ran unlinked, and why, in the order of time."""
+        """Remarks, oldest first: what failed or ran unlinked, and why."""
         return notes(self.events)
 
     @contextmanager
     def live(self, console: Console | None = None) -> Generator[None]:
-        """Draw the timeline in a terminal or a notebook, again and again, while this is entered."""
+        """Draw the timeline in a terminal or a notebook until the block ends."""
         console = console or Console(highlight=False)
 
         def draw_now() -> Text:
@@ -111,7 +102,7 @@ class Report(JupyterMixin):
         return f"<{type(self).__name__}: {self.summary}>"
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=_WIDTH, highlight=False)
+        console = Console(file=StringIO(), width=100, highlight=False)
         with console.capture() as shown:
             console.print(self)
         return shown.get().rstrip()
@@ -121,7 +112,7 @@ class Report(JupyterMixin):
 
 
 class Reported(JupyterMixin):
-    """Is shown as its report, printed or in a notebook.
+    """An object that prints, also in a notebook, as its report.
 
     Attributes:
         report: tells what the links have gained.
@@ -151,13 +142,13 @@ def show_calls(events: Sequence[Event]) -> RenderResult:
     else:
         yield Text("No call has finished.")
     remarks = notes(events)
-    # How links have ended is counted above.
+    # The counts above include the ends of links.
     if reasons := [note for note in remarks if note.kind not in (*FAILURES, "ended")]:
         yield Text(f"\nNot prefilled ahead, and why\n{_describe_reasons(reasons)}")
     if failures := [note for note in remarks if note.kind in FAILURES]:
         begin = min(event.at for event in events)
         lines = [f"{seconds(note.at - begin)}, {note.agent}: {note.text}" for note in failures]
-        yield Text(f"\nWhat failed\n{_first_lines(lines)}")
+        yield Text(f"\nWhat failed\n{_indent(lines)}")
 
 
 def _make_table(found: Sequence[Call]) -> Table:
@@ -179,21 +170,24 @@ def _describe_columns(found: Sequence[Call]) -> str:
 
 
 def _describe_reasons(reasons: Sequence[Note]) -> str:
-    """Return a line for each text, with the agents that it is said of and how often."""
+    """Return a line for each text, with its agents and how often each has it."""
     agents: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for note in reasons:
         agents[note.text][note.agent] += 1
     lines: list[str] = []
-    for text, said_of in agents.items():
-        names = [f"{name} ({count})" if count > 1 else name for name, count in said_of.items()]
-        if len(names) > _MOST_NAMES:
-            names[_MOST_NAMES:] = [f"{len(names) - _MOST_NAMES} more"]
+    for text, counts in agents.items():
+        names = [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
+        names = _shorten(names, 4, "{} more")
         lines.append(f"{', '.join(names)}: {text}")
-    return _first_lines(lines)
+    return _indent(lines)
 
 
-def _first_lines(lines: Sequence[str]) -> str:
-    shown = [f"  {line}" for line in lines[:_MOST_NOTES]]
-    if len(lines) > len(shown):
-        shown.append(f"  ... and {len(lines) - len(shown)} more; a trace's page shows all")
-    return "\n".join(shown)
+def _indent(lines: Sequence[str]) -> str:
+    shown = _shorten(lines, 10, "... and {} more; a trace's page shows all")
+    return "\n".join(f"  {line}" for line in shown)
+
+
+def _shorten(items: Sequence[str], most: int, rest: str) -> list[str]:
+    """Return the first items, and ``rest`` with the number of the others, if there are others."""
+    left_out = [rest.format(len(items) - most)] if len(items) > most else []
+    return [*items[:most], *left_out]

@@ -1,11 +1,11 @@
-"""Compute the figures of a run: what was prefilled ahead of each call (``overlaps``), the whole run
-(``summary``), the rows of a table of its calls (``row``), and what went wrong (``notes``).
+"""Compute a run's figures: prefills ahead of each call (``overlaps``), totals (``summary``), rows
+for a table of calls (``row``), and remarks on failures and missing links (``notes``).
 
-A call's prompt stream has the times at which the engine prefilled it. The part of these before the
-call's request was sent is *ahead* of it; the time from the request to the first token is *left*.
-The time ahead is not time saved: a prefill's span includes waiting for its turn and forwards shared
-with others, and the time of a run without links is only known from such a run (``flashmoa bench
-workflows``). Engine and client take times from their own clocks; on two machines these must agree.
+The engine reports when it prefilled a call's prompt stream. Prefills before the call's request are
+*ahead*; the time from the request to the first token is *left*. The time ahead is not time saved:
+it includes waiting in the engine and forwards shared with other requests. Only a run without links
+tells the time saved (``flashmoa bench workflows``). Engine and client use their own clocks, which
+must agree if they run on two machines.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from flashmoa.observe.events import (
     UpstreamFailed,
 )
 
-# Most tokens of an open stream that an engine leaves to its request (``docs/engine-api.md``).
-_MOST_LEFT_TOKENS = 128
+# An engine may leave this many tokens of an open stream to its request (``docs/engine-api.md``).
+_MAX_LEFT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Says what was prefilled ahead of a call that found its prompt stream (``hit``).
+    """The prefill ahead of a call that found its prompt stream (``hit``).
 
     Attributes:
-        ahead: seconds of its stream's prefills before its request was sent.
+        ahead: seconds of the stream's prefills before the request was sent.
         left: seconds from the request to the first token: the rest of the prefill, the queue, the
             network and one decode step; ``None`` if the answer came as a whole.
         ahead_tokens: number of prompt tokens that the stream computed before the request was sent.
-        left_tokens: number of prompt tokens that were computed later, by the stream or with the
-            request: a request waits for a prefill of its stream that has just begun.
-        unlinked: an estimate of what ``left`` would have been without the link, by the engine's
-            measured costs; ``None`` without these, or without ``left``.
+        left_tokens: number of prompt tokens that the stream or the request computed later. (A
+            request waits for a prefill of its stream that has just begun.)
+        unlinked: estimate of ``left`` without the link, by the engine's measured costs; ``None``
+            if these or ``left`` are missing.
     """
 
     ahead: float
@@ -70,7 +70,7 @@ def _compute_overlap(call: Call) -> Overlap | None:
     stream = usage.prompt_stream if usage is not None else None
     if usage is None or stream is None or stream.status != "hit":
         return None
-    left = call.first_token - sent if call.first_token is not None else None
+    left = call.wait
     streamed, saved = usage.streamed_tokens or 0, stream.saved_seconds
     ahead_tokens = max(0, streamed - _count_tokens_after(stream.prefills, sent))
     unlinked: float | None = None
@@ -86,16 +86,18 @@ def _compute_overlap(call: Call) -> Overlap | None:
 
 
 def _count_tokens_after(prefills: Sequence[Span], sent: float) -> int:
-    """Return how many tokens were computed after a time, as the prefills advance evenly."""
-    tokens = 0.0
-    for span in prefills:
-        if span.end > sent:
-            tokens += span.tokens * min(1.0, (span.end - sent) / (span.end - span.start or 1.0))
-    return round(tokens)
+    """Return the number of tokens computed after ``sent``, if each prefill advances evenly."""
+    return round(
+        sum(
+            span.tokens * min(1.0, (span.end - sent) / (span.end - span.start or 1.0))
+            for span in prefills
+            if span.end > sent
+        )
+    )
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that are in at least one of the intervals."""
+    """Return the length of the union of the intervals."""
     total, last = 0.0, -inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, last))
@@ -105,18 +107,18 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Holds the figures of a whole run.
+    """The figures of a whole run.
 
     Attributes:
         end_to_end: seconds from the first request to the end of the last call.
-        calls, failed: number of calls, and number of those that failed.
-        first_token: median of the seconds from request to first token; ``None`` if no call had one.
+        calls, failed: number of calls, and number of failed calls.
+        first_token: median seconds from request to first token; ``None`` if no call had one.
         linked: number of calls that found their prompt streams, or are ``untold``.
-        untold: number of calls whose links were used, but have no figures: the engine has no
-            plugin, or the answer has no usage.
+        untold: number of calls that used links but have no figures: the engine has no plugin, or
+            the answer has no usage.
         no_gain: number of linked calls whose streams had computed nothing.
-        overlap: the sum of these calls' overlaps; ``left`` is of those where it is known, and
-            ``unlinked`` is known only if it is for all of these.
+        overlap: sum of the calls' overlaps. ``left`` adds up the known values; ``unlinked`` is
+            ``None`` unless it is known for each call with a known ``left``.
     """
 
     end_to_end: float
@@ -159,7 +161,7 @@ def summary(calls: Sequence[Call]) -> Summary:
     """Return the figures of a run, given its calls."""
     starts = [call.started.at for call in calls]
     ends = [call.ended.at for call in calls if call.ended is not None]
-    waits = [call.first_token - call.started.at for call in calls if call.first_token is not None]
+    waits = [call.wait for call in calls if call.wait is not None]
     hits = overlaps(calls).values()
     statuses = Counter(map(link_status, calls))
     untold = statuses["plain"] + statuses["not told"]
@@ -184,7 +186,7 @@ def summary(calls: Sequence[Call]) -> Summary:
 
 
 def count_links(events: Sequence[Event]) -> dict[str, int]:
-    """Return how many links have ended for each reason, and how many are ``still open``."""
+    """Return the number of links by reason of their end; some may be ``still open``."""
     closed = [event for event in events if isinstance(event, LinkClosed)]
     ended = {event.stream_id for event in closed}
     opened = [event for event in events if isinstance(event, LinkOpened)]
@@ -213,10 +215,10 @@ COLUMNS = (
     "first token",
     "link",
 )
-"""The columns of a table of calls: tokens, but for the times ``ahead`` and ``first token``.
+"""Columns of a table of calls: numbers of tokens, and the times ``ahead`` and ``first token``.
 
-A prompt's tokens are ``cached`` or ``late``; ``streamed`` are those of the cached ones that its
-link had computed (on an engine without the plugin: that it had asked for).
+A prompt token is ``cached`` or ``late``. A ``streamed`` token is a cached token that the link had
+computed (without the plugin: asked for).
 """
 
 LINK_WORDS = {
@@ -238,24 +240,21 @@ LINK_WORDS = {
     "unknown": "the engine did not know its stream",
     "not told": "the answer does not say how its stream was used",
 }
-"""What the words in the column ``link`` mean: how the engine says that a call has found its stream
-(``StreamUse.status``), or what became of a link of which the engine says nothing."""
+"""Meanings of the words in the column ``link``. Some are the engine's (``StreamUse.status``)."""
 
 
 def row(call: Call, overlap: Overlap | None) -> list[str]:
     """Return one cell for each of ``COLUMNS``; empty if the engine does not report the value."""
     usage = call.usage
-    numbers = (
-        (
+    numbers: list[int | None] = [None] * 5
+    if usage is not None:
+        numbers = [
             usage.prompt_tokens,
             usage.cached_tokens,
             call.plain_tokens if usage.streamed_tokens is None else usage.streamed_tokens,
             usage.late_tokens,
             usage.completion_tokens,
-        )
-        if usage is not None
-        else (None,) * 5
-    )
+        ]
     ahead = seconds(overlap.ahead) if overlap is not None else ""
     tokens = ["" if number is None else str(number) for number in numbers]
     return [call.agent, *tokens, ahead, _first_token(call), link_status(call)]
@@ -281,11 +280,12 @@ def link_status(call: Call) -> str:
 
 
 def _first_token(call: Call) -> str:
-    waited = seconds(call.first_token - call.started.at) if call.first_token is not None else ""
-    state = "failed" if isinstance(call.ended, CallFailed) else ""
+    parts = [] if call.wait is None else [seconds(call.wait)]
     if call.ended is None:
-        state = "not ended"
-    return ", ".join(part for part in (waited, state) if part)
+        parts.append("not ended")
+    elif isinstance(call.ended, CallFailed):
+        parts.append("failed")
+    return ", ".join(parts)
 
 
 NoteKind = Literal[
@@ -305,7 +305,7 @@ FAILURES: tuple[NoteKind, ...] = ("failed", "upstream failed", "link failed")
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One remark; ``engine`` is empty if the event names none, as for an agent without a link."""
+    """A remark about an agent; ``engine`` is empty if the event names no engine."""
 
     at: float
     agent: str
@@ -317,60 +317,61 @@ class Note:
 def notes(events: Sequence[Event]) -> list[Note]:
     """Return the notes of a run in the order of their times."""
     declined = {(event.agent, event.reason) for event in events if isinstance(event, LinkDeclined)}
-    made = [_note_event(event) for event in events] + [
-        _note_call(call)
+    remarks = [(event, _remark_on(event)) for event in events]
+    remarks += [
+        (call.started, _remark_on_call(call))
         for call in calls(events)
         if (call.agent, call.started.unlinked) not in declined
     ]
-    return sorted([note for note in made if note is not None], key=lambda note: note.at)
+    found = [
+        Note(event.at, event.agent, event.engine, *remark)
+        for event, remark in remarks
+        if remark is not None
+    ]
+    return sorted(found, key=lambda note: note.at)
 
 
-def _note_event(event: Event) -> Note | None:
-    def note(kind: NoteKind, text: str) -> Note:
-        return Note(event.at, event.agent, event.engine, kind, text)
-
+def _remark_on(event: Event) -> tuple[NoteKind, str] | None:
     match event:
         case CallFailed():
-            return note("failed", f"the call failed: {event.error}")
+            return "failed", f"the call failed: {event.error}"
         case LinkDeclined():
-            return note("declined", event.reason)
+            return "declined", event.reason
         case LinkWaits():
-            return note(
-                "waits", f"the text of {event.upstream} is not streamed to it: {event.reason}"
-            )
+            text = f"the text of {event.upstream} is not streamed to it: {event.reason}"
+            return "waits", text
         case UpstreamFailed():
             text = f"{event.upstream} failed ({event.failure}); action: {event.action}"
-            return note("upstream failed", text)
+            return "upstream failed", text
         case LinkClosed(reason="mispredicted"):
-            return note("mispredicted", "the conversation took another course; the link was closed")
+            return "mispredicted", "the conversation took another course; the link was closed"
         case LinkClosed() if event.reason not in ORDINARY_ENDS:
-            return note("link failed", f"its link failed: {event.reason}")
+            return "link failed", f"its link failed: {event.reason}"
         case LinkClosed() if event.reason not in ("used", "closed"):
-            return note("ended", f"the link ended: {event.reason}")
+            return "ended", f"the link ended: {event.reason}"
         case _:
             return None
 
 
-def _note_call(call: Call) -> Note | None:
-    started, status = call.started, link_status(call)
-
-    def note(kind: NoteKind, text: str) -> Note:
-        return Note(started.at, call.agent, started.engine, kind, text)
-
-    if status == "mispredicted":
-        text = "its prompt differs from its stream; the engine computed the rest with the request"
-        return note("mispredicted", text)
-    if status == "no gain":
-        return note("no gain", _why_no_gain(call))
-    if status == "late":
-        return note("late", LATE)
-    return note("unlinked", started.unlinked) if status == "none" else None
+def _remark_on_call(call: Call) -> tuple[NoteKind, str] | None:
+    match link_status(call):
+        case "mispredicted":
+            text = "its prompt differs from its stream"
+            return "mispredicted", f"{text}; the engine computed the rest with the request"
+        case "no gain":
+            return "no gain", _why_no_gain(call)
+        case "late":
+            return "late", LATE
+        case "none":
+            return "unlinked", call.started.unlinked
+        case _:
+            return None
 
 
 def _why_no_gain(call: Call) -> str:
     usage = call.usage
     if usage is not None and usage.streamed_tokens:
         return "the engine began with its stream only when its request was sent"
-    if usage is None or usage.late_tokens is None or usage.late_tokens > _MOST_LEFT_TOKENS:
+    if usage is None or usage.late_tokens is None or usage.late_tokens > _MAX_LEFT_TOKENS:
         return "the engine had not begun with its stream when its request came"
-    return f"too few tokens were new: an engine leaves up to {_MOST_LEFT_TOKENS} to the request"
+    return f"too few tokens were new: an engine leaves up to {_MAX_LEFT_TOKENS} to the request"

@@ -13,9 +13,8 @@ from flashmoa.observe.events import CallFailed, Event, LinkAdvanced, LinkOpened
 
 BarKind = Literal["ahead", "waiting", "decode"]
 
-# Later kinds are drawn over earlier ones.
+# Later kinds are drawn over earlier kinds.
 _MARKS: dict[BarKind, str] = {"ahead": "░", "waiting": "·", "decode": "█"}
-_MOST_COLUMNS = 120
 LEGEND = "░ prefilled ahead   · request sent, no token yet   █ decode"
 
 
@@ -30,7 +29,7 @@ class Bar:
 
 @dataclass(slots=True)
 class Lane:
-    """Holds the bars of one agent on one engine."""
+    """The bars of an agent's calls to an engine."""
 
     agent: str
     engine: str
@@ -41,8 +40,8 @@ def lanes(events: Sequence[Event], now: float | None = None) -> list[Lane]:
     """Return a lane for each agent on an engine, in the order of their first calls.
 
     Args:
-        now: the time until which what has not ended is drawn, in Unix seconds; ``None``: calls
-            and links that have not ended are left out.
+        now: the end, in Unix seconds, of the bars of unfinished calls and links; ``None`` leaves
+            them out.
     """
     by_key: dict[tuple[str, str], Lane] = {}
     unused = _find_links(events) if now is not None else {}
@@ -67,7 +66,7 @@ def lanes(events: Sequence[Event], now: float | None = None) -> list[Lane]:
 
 
 def _find_links(events: Sequence[Event]) -> dict[str, tuple[LinkOpened, float]]:
-    """Return links by their stream ids, each with the time at which it was last prefilled."""
+    """Return links by stream id, each with the time of its last prefill."""
     found: dict[str, tuple[LinkOpened, float]] = {}
     for event in events:
         if isinstance(event, LinkOpened):
@@ -79,7 +78,7 @@ def _find_links(events: Sequence[Event]) -> dict[str, tuple[LinkOpened, float]]:
 
 def draw(run: Sequence[Lane], columns: int = 80) -> str:
     """Draw lanes as text, ``columns`` characters wide, 120 at most; long names are shortened."""
-    columns = min(columns, _MOST_COLUMNS)
+    columns = min(columns, 120)
     bars = [bar for lane in run for bar in lane.bars]
     if not bars:
         return "(nothing happened)"

@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind for kind in (*Event.__subclasses__(), *CallEvent.__subclasses__())
 }
-
-
-# How ``Trace`` begins each line.
 _LINE_START = '{"event": "'
 
 # Links and runs may be in several threads, and the garbage collector may end a call at any moment.
@@ -39,13 +36,13 @@ class TraceError(FlashMoAError):
 
 
 class Trace:
-    """Writes events to a file (a ``Listener``), and closes the file after each.
+    """Writes events to a file (a ``Listener``), and closes the file after each event.
 
     Args:
         path: the file's path; an existing trace is replaced.
-        prompts: whether to write the prompts of calls, too. They say why a prefix broke, but may be
-            confidential, and make the file larger: each prompt repeats the ones before it.
-        replace: whether to replace the file; if not, others are writing it, too.
+        prompts: whether to write prompts, too. They show why a prefix broke, but may be
+            confidential, and make the file larger: each prompt repeats earlier prompts.
+        replace: whether to replace the file; ``False`` if another trace is writing it, too.
 
     If an event cannot be written (the disk is full), that is logged, and the trace ends there.
 
@@ -55,11 +52,11 @@ class Trace:
     """
 
     def __init__(self, path: Path | str, *, prompts: bool = False, replace: bool = True) -> None:
-        # A program may change its folder meanwhile.
+        # The program may change its folder later.
         self._path = Path(path).absolute()
         self._writes_prompts = prompts
         self._has_ended = False
-        # A device or a pipe has no end to read to, and nothing to lose.
+        # Reading a device or a pipe may never end, and replacing it loses nothing.
         if replace and self._path.is_file():
             try:
                 next(_read_events(self._path), None)
@@ -102,7 +99,7 @@ class _TracedListener:
             listener(event)
 
 
-# Those whose links or runs have not ended. Some are dropped without that.
+# The listeners of links and runs that have not ended. Some links are dropped without an end.
 _open: WeakSet[_TracedListener] = WeakSet()
 
 
@@ -113,15 +110,15 @@ def add_trace(
     prompts: bool,
     successor_of: Listener | None = None,
 ) -> Listener:
-    """Return a listener that also writes a trace if ``path`` is given.
+    """Return a listener that calls ``listener`` and, if ``path`` is given, writes a trace.
 
-    An existing trace is replaced, unless others of this process are writing it: then all write to
-    it. Give the listener to :func:`end_trace` when nothing more is to come. Neither the trace nor
-    ``listener`` raises exceptions.
+    An existing trace is replaced, unless other listeners of this process are writing it: then all
+    write to it. Give the result to :func:`end_trace` after the last event. It logs exceptions of
+    ``listener`` instead of raising them.
 
     Args:
         prompts: see :class:`Trace`.
-        successor_of: a listener whose trace may be replaced although it has not ended.
+        successor_of: a listener whose trace is replaced although it has not ended.
 
     Raises:
         OSError, ValueError: see :class:`Trace`.
@@ -132,14 +129,14 @@ def add_trace(
 
 
 def end_trace(listener: Listener) -> None:
-    """Let the next one replace the trace of a listener, unless others are writing it."""
+    """Let later listeners replace the trace of ``listener``, unless others are writing it."""
     with _lock:
         if isinstance(listener, _TracedListener):
             _open.discard(listener)
 
 
 def read(path: Path | str) -> list[Event]:
-    """Return the events of a trace in their order, without a last line that is cut off.
+    """Return the events of a trace in order; a last line that is cut off is left out.
 
     Raises:
         OSError: if the file cannot be read.
@@ -162,12 +159,12 @@ def _read_events(path: Path | str) -> Iterator[Event]:
 
 
 def _read_line(path: Path | str, number: int, line: str) -> Event | None:
-    """Return the event of a line; ``None`` if the line is cut off, as only a last one can be."""
+    """Return the event of a line; ``None`` if the line is cut off, as a last line may be."""
     try:
         return _from_json(json.loads(line))
     except (ValueError, KeyError, TypeError) as error:
         is_cut = isinstance(error, json.JSONDecodeError) and not line.endswith("\n")
-        # What begins in another way may be a user's file, which must not be replaced.
+        # A file that begins in another way may be a user's, which must not be replaced.
         if is_cut and line[: len(_LINE_START)] == _LINE_START[: len(line)]:
             return None
         raise TraceError(

@@ -32,7 +32,7 @@ Client = TypeVar("Client")
 
 
 class _SelfHosted:
-    """Is what both clients add to those of OpenAI."""
+    """Adds defaults for self-hosted engines to a client of OpenAI."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class _SelfHosted:
         engine_settings: EngineSettings | None = None,
         **kwargs: Any,
     ) -> None:
-        # Copies of a client are given the URL as an object of its HTTP library.
+        # A copy of a client gets the URL as an object of the HTTP library.
         url = f"{self_hosted_url(str(base_url) if base_url is not None else None)}/v1"
         stock: Any = super()  # OpenAI's class of the same name.
         stock.__init__(base_url=url, api_key=api_key or "EMPTY", **kwargs)
@@ -52,14 +52,14 @@ class _SelfHosted:
 class AsyncOpenAI(_SelfHosted, openai.AsyncOpenAI):
     """Replaces ``openai.AsyncOpenAI`` for self-hosted engines.
 
-    By itself it is the stock client, except that it needs no API key and that its default URL is
-    ``OPENAI_BASE_URL`` of the environment or else the address on which SGLang listens by default.
-    Within :func:`flashmoa.openai.run` its chat completions are linked.
+    By itself it is the stock client, but needs no API key, and its default URL is the environment's
+    ``OPENAI_BASE_URL`` or else SGLang's default address. Within :func:`flashmoa.openai.run` its
+    requests are linked.
 
     Args:
         base_url: the engine's URL, with or without ``/v1``.
         api_key: the key that the engine was started with, if any.
-        engine_settings: says how links use the engine.
+        engine_settings: how links use the engine.
         **kwargs: see the stock client.
     """
 
@@ -69,12 +69,12 @@ class OpenAI(_SelfHosted, openai.OpenAI):
 
 
 class Instrumentation(Generic[Client]):
-    """Has the chat completions of a client observed until it is closed (:func:`instrument`).
+    """Observes the requests of a client until it is closed (:func:`instrument`).
 
     As a context manager, it gives the client.
 
     Attributes:
-        client: what was instrumented.
+        client: the object that was given to :func:`instrument`.
     """
 
     def __init__(self, client: Client, engine_settings: EngineSettings | None) -> None:
@@ -98,9 +98,9 @@ class Instrumentation(Generic[Client]):
         self.close()
 
     def close(self) -> None:
-        """Let the client's calls, and those of its copies, be sent as if it had never been there.
+        """Stop observing the client and its copies. The client stays open.
 
-        Repeating this is harmless. The client stays open.
+        Repeating this is harmless.
         """
         for found in self._found:
             linked_clients.pop(found, None)
@@ -111,23 +111,23 @@ class Instrumentation(Generic[Client]):
 def instrument(
     client: Client, engine_settings: EngineSettings | None = None
 ) -> Instrumentation[Client]:
-    """Have the chat completions of a client linked within :func:`flashmoa.openai.run`.
+    """Link the requests of a client within :func:`flashmoa.openai.run`.
 
-    By itself it links nothing. Repeating this is harmless. Copies of the client share its
-    connections and are instrumented, too. Give it clients of your own servers: one that charges for
-    prompts also charges for what links prefill there.
+    Outside of runs this changes nothing. Repeating it is harmless. Copies of the client share its
+    connections and are instrumented, too. Only instrument clients of your own servers: a server
+    that charges for prompts also charges for prefills by links.
 
     Args:
-        client: an ``openai.OpenAI`` or ``openai.AsyncOpenAI``, or an object that has some in its
-            attributes: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and the models
-            made of it, the Agents SDK's ``OpenAIChatCompletionsModel``, smolagents'
+        client: an ``openai.OpenAI`` or ``openai.AsyncOpenAI``, or an object with such a client in
+            an attribute: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and models
+            with this provider, the Agents SDK's ``OpenAIChatCompletionsModel``, smolagents'
             ``OpenAIModel`` and CrewAI's ``LLM``.
-        engine_settings: says how links use its server; by default as before.
+        engine_settings: how links use the client's server; by default unchanged.
 
-    Returns: what undoes it, by ``close()`` or as a context manager. You need not keep it.
+    Returns: an object whose ``close()`` undoes this, also a context manager. You need not keep it.
 
     Raises:
-        TypeError: if there is no client of OpenAI in it.
+        TypeError: if the object has no client of OpenAI.
     """
     return Instrumentation(client, engine_settings)
 

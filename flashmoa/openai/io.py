@@ -1,8 +1,8 @@
-"""Do the input and output of the HTTP client below an OpenAI client, as before it was observed.
+"""Send requests and read answers with an HTTP client whose ``send`` is replaced by an observer.
 
-The same coroutines observe both kinds of HTTP clients. With a synchronous one (:class:`BlockingIO`)
-they never suspend: all input and output is done in the thread that calls, where :func:`finish` runs
-them without an event loop.
+The same coroutines observe both kinds of HTTP clients. With a synchronous client
+(:class:`BlockingIO`) they never suspend: the calling thread does all input and output, and
+:func:`finish` runs the coroutine without an event loop.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ Response: TypeAlias = Any
 
 
 def http_module(request: Request) -> Any:
-    """Return httpx or httpx2, whichever a request is of."""
+    """Return the module of a request or response: httpx or httpx2."""
     return sys.modules[type(request).__module__.partition(".")[0]]
 
 
-def is_blocking(http: Any) -> bool:
-    """Return whether an HTTP client is synchronous."""
-    return not hasattr(http, "aclose")
-
-
 def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Return what a coroutine returns that never suspends."""
+    """Run a coroutine that never suspends, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -42,7 +37,7 @@ def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 class PassingBytes(Protocol):
-    """Hears of an answer whose bytes pass to its reader."""
+    """Receives the bytes of an answer on their way to its reader."""
 
     def feed(self, data: bytes) -> None: ...
     def complete(self) -> None: ...
@@ -50,11 +45,7 @@ class PassingBytes(Protocol):
 
 
 class ObservedIO:
-    """Uses an HTTP client as it is before its ``send`` is replaced.
-
-    Args:
-        http: an ``AsyncClient`` of httpx or httpx2.
-    """
+    """Uses an asynchronous HTTP client of httpx or httpx2, as it is when this is made."""
 
     def __init__(self, http: Any) -> None:
         self._http = http
@@ -67,7 +58,7 @@ class ObservedIO:
         await response.aclose()
 
     def watch(self, response: Response, answer: PassingBytes) -> Any:
-        """Return the byte stream of a response as one that tells of its answer."""
+        """Return the byte stream of a response, which tells ``answer`` the bytes that are read."""
         base: Any = http_module(response).AsyncByteStream
         stream = response.stream
 
@@ -75,7 +66,7 @@ class ObservedIO:
             async def __aiter__(self) -> AsyncIterator[bytes]:
                 with _passing(answer):
                     async for data in stream:
-                        # Observers get the text before the reader may act upon it.
+                        # Observers get the text before the reader, who may act upon it.
                         answer.feed(data)
                         yield data
 
@@ -86,17 +77,13 @@ class ObservedIO:
         return WatchedStream()
 
     def _send(self, request: Request, **options: Any) -> Any:
-        # Looked up at each call, so that a patch of the class still takes effect.
+        # A later patch of the class takes effect, as this looks the method up at each call.
         send = self._earlier or partial(cast("Any", type(self._http)).send, self._http)
         return send(request, **options)
 
 
 class BlockingIO(ObservedIO):
-    """Uses a synchronous HTTP client in the same way; no coroutine suspends.
-
-    Args:
-        http: a ``Client`` of httpx or httpx2.
-    """
+    """Uses a synchronous HTTP client of httpx or httpx2; no coroutine suspends."""
 
     async def send(self, request: Request, **options: Any) -> Response:
         return self._send(request, **options)
@@ -124,7 +111,7 @@ class BlockingIO(ObservedIO):
 
 @contextmanager
 def _passing(answer: PassingBytes) -> Generator[None]:
-    """Tell how the bytes of an answer end that pass in the block."""
+    """Tell ``answer`` how its bytes end, which are read in the block."""
     try:
         yield
     except GeneratorExit:  # The reader has left.

@@ -1,4 +1,4 @@
-"""The bodies of requests for answers in OpenAI's interface, as its client encodes them."""
+"""Read the bodies of requests for answers, as OpenAI's client encodes them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pydantic_core import from_json
 
 
 def read_body(request: Any) -> dict[str, Any] | None:
-    """Return the body of a request for an answer; ``None`` for other requests.
+    """Return the body of a chat completion or a request of the Responses API, else ``None``.
 
     Args:
-        request: of httpx or httpx2, for a chat completion or of the Responses API.
+        request: a request of httpx or httpx2.
     """
     is_chat = request.url.path.endswith("/chat/completions")
     if request.method != "POST" or not (is_chat or is_response(request)):
         return None
     try:
         body = _decode(request.content)
-    except (ValueError, RuntimeError):  # RequestNotRead: its body is not there before it is sent.
+    except (ValueError, RuntimeError):  # RequestNotRead: the body is made while it is sent.
         return None
     return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
@@ -31,6 +31,6 @@ def is_response(request: Any) -> bool:
 
 def _decode(content: bytes) -> object:
     try:
-        return from_json(content)  # It takes a part of the time.
-    except ValueError:  # It takes no halves of surrogate pairs.
+        return from_json(content)  # Several times as fast as ``json``.
+    except ValueError:  # It refuses half a surrogate pair.
         return json.loads(content.decode())

@@ -1,4 +1,4 @@
-"""Mark the runs of a program, whose calls are then linked (:func:`run`)."""
+"""Mark the runs of a program, so that their calls are linked (:func:`run`)."""
 
 from __future__ import annotations
 
@@ -48,26 +48,25 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Frames of code in these folders are not the user's: the standard library, installed packages, and
-# this package, which may be installed from its source folder.
+# Code in these folders is not the user's: the standard library, installed packages, and this
+# package, which may be installed from its source folder.
 _LIBRARIES = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),
     "<frozen",
 )
-_MOST_FRAMES = 3
-# By name; the one that ran last is the last one. A program holds prompts, answers and API keys.
+# Programs by name, in the order of their last runs. They hold prompts, answers and API keys.
 _programs: dict[str, Program] = {}
-_MOST_PROGRAMS = 256
-# A run has clients for so many different headers, of which each may open connections.
-_MOST_ENGINES = 256
+_MAX_PROGRAMS = 256
 _programs_lock = threading.Lock()  # Runs may be in several threads.
-# How long a request waits for the event loop of its run before it is sent unlinked.
-_LOOP_SECONDS = 1.0
+# A run keeps at most this many clients, one per set of headers: each opens its own connections.
+_MAX_ENGINES = 256
+# A request waits this long for the event loop of its run; then it is sent unlinked.
+_LOOP_TIMEOUT_SECONDS = 1.0
 _UNLINKED = "A call runs unlinked because of the error below"
 _current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
 _agent: ContextVar[str | None] = ContextVar("flashmoa_agent", default=None)
-# The runs that were entered with ``with`` and are open.
+# The open runs that were entered with ``with``.
 _blocking: list[Run] = []
 
 
@@ -75,29 +74,29 @@ def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
     """Link the calls that are made within ``async with run():``, or in a function after ``@run()``.
 
     ``async with run() as report`` gives a :class:`Report`: print it to see what the links gained.
-    A program without an event loop is run within ``with run():``, where links have a thread of
-    their own, in which ``listener`` is called.
+    A program without an event loop enters ``with run():``. Its links have their own thread, which
+    also calls ``listener``.
 
-    The first run of a program is watched, and only what an agent asks after its tools is linked. In
-    later runs of the process, the prompt of each call that the run before had is prefilled while
-    the calls before it still write: a script with one run gains nothing. Prompts and answers stay
-    the same; a program that does something else this time only gains less. Calls count if their
+    The first run of a program is watched; only requests that follow an agent's tools are linked. In
+    later runs of the process, engines prefill the prompt of each call that the previous run had,
+    while earlier calls still write. A script with a single run gains nothing. Prompts and answers
+    stay the same; a run that differs from the previous run only gains less. Calls count if their
     client is an :class:`AsyncOpenAI` or :class:`OpenAI` of this package, or was given to
     :func:`instrument`.
 
     Calls of other threads count if they have this context (``asyncio.to_thread``,
-    ``copy_context().run``). Without a context of a run, those of threads without an event loop
-    count to the run that was entered with ``with``, while that is the only one.
+    ``copy_context().run``). Threads with neither the context of a run nor an event loop count to
+    the run that was entered with ``with``, while it is the only one.
 
     Args:
-        name: the program's name. Runs with the same name are of one program; by default those that
-            are entered at the same line of code, or of the same text of a shell. Do not name a run
-            after its user or request: only the last 256 programs of this process are remembered.
-        options: see :class:`flashmoa.LinkOptions`, also for exceptions; what concerns the trace is
+        name: the program's name. Runs with the same name belong to one program. By default, so do
+            runs that are entered at the same line of code, or by the same text in a shell. Do not
+            name a run after its user or request: the process remembers only 256 programs.
+        options: see :class:`flashmoa.LinkOptions`, also for exceptions. Errors about the trace are
             raised on entry.
 
-    Within another run, this does nothing, and gives that one's report. A run that ends with an
-    exception is not learned from, and of one that sends more than 64 MB only the beginning is.
+    Within another run, this does nothing and gives the outer run's report. Nothing is learned from
+    a run that ends with an exception. If a run sends over 64 MB, only its beginning is learned.
 
     Raises:
         RuntimeError: on entry if this very run has been entered and not been left.
@@ -112,10 +111,10 @@ def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
 
 
 class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManager[Report, None]):
-    """Begins a run each time that it is entered, or that a function which it decorates is called.
+    """Begins a run at each entry, and at each call of a function that it decorates.
 
     Args:
-        begin: returns the context of one run.
+        begin: returns a context manager that begins and ends a run.
     """
 
     def __init__(self, begin: Callable[[], AbstractAsyncContextManager[Run]]) -> None:
@@ -157,7 +156,7 @@ class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManag
                 _blocking.append(this)
                 stack.callback(_blocking.remove, this)
             stack.enter_context(setting(_current, this))
-            # Later than that the run's thread does not run any more, and would be waited for.
+            # After the exit handlers the run's thread has stopped: leaving would wait for ever.
             ended = RuntimeError("the program ended within its run")
             leave = partial(self.__exit__, RuntimeError, ended, None)
             stack.callback(atexit.unregister, atexit.register(leave))
@@ -177,12 +176,12 @@ class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManag
 class _RunThread(AbstractContextManager["Run", None]):
     """Keeps a run in a thread with an event loop.
 
-    A process that is forked meanwhile has no such thread, so nothing there may wait for it:
-    leaving does nothing. ``anyio.from_thread.start_blocking_portal`` is a generator, which waits
-    even if it is only thrown away.
+    A process that is forked meanwhile lacks this thread and must not wait for it: there, leaving
+    does nothing. ``anyio.from_thread.start_blocking_portal`` would wait even when it is only
+    deleted, as it is a generator.
 
     Args:
-        begin: returns the context of the run.
+        begin: returns a context manager that begins and ends the run.
     """
 
     def __init__(self, begin: Callable[[], AbstractAsyncContextManager[Run]]) -> None:
@@ -209,8 +208,8 @@ class _RunThread(AbstractContextManager["Run", None]):
                 self._stop()
 
     def _stop(self) -> None:
-        """End the thread, and what an interrupt has left there."""
-        with suppress(RuntimeError):  # It has ended.
+        """End the thread and the tasks that an interrupt has left there."""
+        with suppress(RuntimeError):  # The thread has ended.
             self._portal.call(self._portal.stop, True)
         self._thread.join()
 
@@ -250,7 +249,7 @@ async def _run(program: str, settings: LinkSettings) -> AsyncGenerator[Run]:
 def _find_program(name: str) -> Program:
     with _programs_lock:
         program = _programs[name] = _programs.pop(name, None) or Program()
-        if len(_programs) > _MOST_PROGRAMS:
+        if len(_programs) > _MAX_PROGRAMS:
             _warn_of_names()
             del _programs[next(iter(_programs))]
     return program
@@ -261,40 +260,35 @@ def _warn_of_names() -> None:
     logger.warning(
         "there were more than %d programs, so that what was learned of the oldest is forgotten; "
         "give the runs of one program the same name, without a user's or a request's",
-        _MOST_PROGRAMS,
+        _MAX_PROGRAMS,
     )
 
 
 class Run:
     """One run of a program.
 
-    Its links are made in the event loop in which it begins; calls may come from other threads.
+    Its links are made in the event loop that begins it; calls may come from other threads.
 
     Attributes:
-        entered_in: the thread that has entered it with ``with``; ``None`` with ``async with``.
-        is_forked: whether this process was forked within it, and has nothing that keeps it.
+        entered_in: the thread that entered it with ``with``; ``None`` with ``async with``.
+        is_forked: whether this process was forked within it, so that nothing here keeps it.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        settings: LinkSettings,
-        report: Report,
-    ) -> None:
+    def __init__(self, program: Program, settings: LinkSettings, report: Report) -> None:
         self.is_closed = False
         self.entered_in: int | None = None
         self.report = report
         self._process = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        # What calls of other threads have to say, and whether a task listens to that yet.
+        # News from calls of other threads, and whether a task receives it yet.
         self._news: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         self._hears_threads = False
         self._unanswered: _CallOfThread | None = None
         self._planner = LearnedLinkPlanner(
             program, report, self._find_engine, settings, self._find_client
         )
-        # Those that hear calls, by URL and key.
+        # Clients that hear calls, by URL and API key.
         self._hearers: dict[tuple[str, str | None], EngineClient] = {}
         # By URL, model and headers.
         self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
@@ -304,13 +298,14 @@ class Run:
         return os.getpid() != self._process
 
     def find_observer(self, request: Request, body: Mapping[str, Any]) -> CallObserver | None:
-        """Return the observer of a request that is about to be sent; ``None`` if it is odd."""
+        """Return the observer of a request that is about to be sent, if it can be linked."""
         try:
             hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
             begin = partial(
                 self._planner.observe, calling_agent(), read_request(request, body), hold_reason
             )
-            return begin() if self._is_here() else self._observe_from_thread(begin)
+            is_here = threading.get_ident() == self._thread
+            return begin() if is_here else self._observe_from_thread(begin)
         except Exception:
             # Whatever is wrong with a link, the request must be sent.
             logger.exception(_UNLINKED)
@@ -326,11 +321,8 @@ class Run:
         finally:
             await all_of([engine.close for engine in self._engines.values()])
 
-    def _is_here(self) -> bool:
-        return threading.get_ident() == self._thread
-
     def _observe_from_thread(self, begin: Callable[[], CallObserver]) -> CallObserver | None:
-        # A program may block its event loop until its threads have ended.
+        # A program may block its event loop until its threads have ended: do not wait again.
         if self._unanswered is not None and not self._unanswered.has_begun.is_set():
             return None
         call = _CallOfThread(self._pass_on, begin)
@@ -340,7 +332,7 @@ class Run:
         return None
 
     def _pass_on(self, news: Callable[[], None]) -> None:
-        """Have a function called in a task of the event loop, after those before it."""
+        """Call a function in a task of the event loop, after the functions passed on earlier."""
         with suppress(RuntimeError):  # The event loop, and with it the run, has ended.
             self._loop.call_soon_threadsafe(self._receive, news)
 
@@ -358,9 +350,9 @@ class Run:
         return self._connect(request, headers_now(request, sent))
 
     def _find_client(self, request: RecordedRequest) -> EngineClient | None:
-        """Return a client by which a request is heard, and all others to its server with its key.
+        """Return the client that hears all requests with the same server and API key.
 
-        The headers are those of the first such request, as a gateway may need them.
+        It sends the headers of the first request, as a gateway may need them.
         """
         key = (request.url, request.headers.get("authorization"))
         if key not in self._hearers:
@@ -374,9 +366,9 @@ class Run:
         key = (request.url, request.model, frozenset(headers.items()))
         engine = self._engines.get(key)
         if engine is None:
-            if len(self._engines) >= _MOST_ENGINES:
+            if len(self._engines) >= _MAX_ENGINES:
                 raise NotForecastable(
-                    f"its run has sent more than {_MOST_ENGINES} different sets of headers"
+                    f"its run has sent more than {_MAX_ENGINES} different sets of headers"
                 )
             engine = self._engines[key] = EngineClient(
                 request.url,
@@ -388,14 +380,14 @@ class Run:
 
 
 class _CallOfThread(CallObserver):
-    """Passes what it hears in one thread on to an observer in the event loop of another one.
+    """Observes a call in one thread, and tells an observer in another thread's event loop.
 
     Args:
-        pass_on: has a function called in that event loop, after those before it.
-        begin: makes the observer.
+        pass_on: calls a function in that event loop, after the functions passed on earlier.
+        begin: makes the observer; the event loop calls it.
 
     Attributes:
-        has_begun: whether the event loop has run ``begin``.
+        has_begun: is set when the event loop has called ``begin``.
     """
 
     def __init__(
@@ -410,13 +402,13 @@ class _CallOfThread(CallObserver):
         self._observer: CallObserver | None = None
 
     def begin(self) -> bool:
-        """Have the observer made, and return whether that was done in time."""
+        """Have the event loop make the observer. Return whether it did so in time."""
         self._pass_on(self._make)
         has_begun = False
         try:
-            has_begun = self.has_begun.wait(_LOOP_SECONDS)
+            has_begun = self.has_begun.wait(_LOOP_TIMEOUT_SECONDS)
         finally:
-            if not has_begun:  # Nobody will send the request of an observer made now.
+            if not has_begun:  # The request is sent without the observer, if it is made later.
                 self.on_failure(TimeoutError("the run's event loop did not answer"))
         return has_begun and self._observer is not None
 
@@ -461,7 +453,7 @@ class _CallOfThread(CallObserver):
 
 
 def current_finder() -> FindObserver | None:
-    """Return what finds the observers of requests in this context; ``None`` outside of runs."""
+    """Return the function that finds observers of requests in this context, if it is in a run."""
     current = _run_of_context() if _current.get() is not None else _run_of_thread()
     if current is not None and current.is_forked:
         _warn_of_fork()
@@ -479,22 +471,22 @@ def _warn_of_fork() -> None:
 
 
 def _run_around() -> Run | None:
-    """Return the run within which another one does nothing."""
+    """Return the outer run; a new run inside it does nothing."""
     run = _run_of_context()
     return None if run is None or run.is_forked else run
 
 
 def _run_of_context() -> Run | None:
-    """Return the run of this context, which threads may inherit, unless it has ended."""
+    """Return the open run of this context, which threads may inherit."""
     run = _current.get()
     return run if run is not None and not run.is_closed else None
 
 
 def _run_of_thread() -> Run | None:
-    """Return the run of a thread whose context has none.
+    """Return the run of a thread whose context has no run, as in a pool of threads.
 
-    Pools of threads do not inherit it. Of several runs, it may be any; an event loop has contexts
-    for what it runs, and so has the thread that has entered the run.
+    There is none if several runs are open. An event loop and the thread that has entered the run
+    have contexts instead.
     """
     runs = [run for run in _blocking if not run.is_forked] or _blocking.copy()
     is_plain = len(runs) == 1 and running_loop() is None
@@ -502,47 +494,43 @@ def _run_of_thread() -> Run | None:
 
 
 def calling_agent() -> str:
-    """Return the name of the agent that is calling, else the user's functions that call.
+    """Return the name of the calling agent, or else the user's functions that call.
 
-    It is the name of :func:`agent`, of a LangGraph node, of an agent of Pydantic AI or of the
-    Agents SDK, or the role of a CrewAI agent. Functions are named with the lines of their calls,
-    the outermost first (``main:12 > ask:31``).
+    The agent's name is given by :func:`agent`, LangGraph (the node), Pydantic AI, the Agents SDK or
+    CrewAI (the role). Functions have the lines of their calls, the outermost first
+    (``main:12 > ask:31``).
     """
-    named = _agent.get() or _langgraph_node() or _pydantic_ai_agent() or _crewai_agent()
-    return named or _agents_sdk_agent() or " > ".join(_calling_lines()) or "call"
+    finders = (_agent.get, _langgraph_node, _pydantic_ai_agent, _crewai_agent, _agents_sdk_agent)
+    names = (find() for find in finders)
+    named = next((name for name in names if isinstance(name, str) and name), None)
+    return named or " > ".join(_calling_lines()) or "call"
 
 
 def agent(name: str) -> AbstractContextManager[None]:
     """Name the agent that makes the calls in this context, in reports, traces and logs.
 
-    Without it calls have the name of their LangGraph node, Pydantic AI agent or agent of the Agents
-    SDK, the role of their CrewAI agent, or the name of the lines of code that make them.
+    Without a name, a call has the name of its LangGraph node or its agent of Pydantic AI or the
+    Agents SDK, the role of its CrewAI agent, or else the lines of code that make it.
     """
     return setting(_agent, name)
 
 
-def _langgraph_node() -> str | None:
-    config_module = sys.modules.get("langchain_core.runnables.config")
-    if config_module is None:
-        return None
-    config: Any = config_module.var_child_runnable_config.get()
-    node: object = config.get("metadata", {}).get("langgraph_node") if config else None
-    return node if isinstance(node, str) else None
+def _langgraph_node() -> object:
+    module: Any = sys.modules.get("langchain_core.runnables.config")
+    config: Any = module.var_child_runnable_config.get() if module is not None else None
+    return config.get("metadata", {}).get("langgraph_node") if config else None
 
 
-def _pydantic_ai_agent() -> str | None:
+def _pydantic_ai_agent() -> object:
     module: Any = sys.modules.get("pydantic_ai._run_context")
-    if module is None:
-        return None
-    context = module.get_current_run_context()
-    name: object = getattr(getattr(context, "agent", None), "name", None)
-    return name if isinstance(name, str) else None
+    context = module.get_current_run_context() if module is not None else None
+    return getattr(getattr(context, "agent", None), "name", None)
 
 
 def _crewai_agent() -> str | None:
     if "crewai" not in sys.modules:
         return None
-    # Its models are told who asks, often in a thread without a frame of the user's.
+    # CrewAI passes the agent to its models, often in a thread without a frame of the user's.
     calls = (each.f_locals for each in _frames() if each.f_code.co_name in ("call", "acall"))
     roles = (getattr(call.get("from_agent"), "role", None) for call in calls)
     return next((role.strip() for role in roles if isinstance(role, str)), None)
@@ -552,7 +540,7 @@ def _agents_sdk_agent() -> str | None:
     kind: Any = getattr(sys.modules.get("agents"), "Agent", None)
     if not isinstance(kind, type):
         return None
-    # It calls in a task of its own, without a frame of the user's, and no context has the agent.
+    # The SDK calls in its own task, without a frame of the user's, and no context has the agent.
     own = (each for each in _frames() if each.f_globals.get("__name__", "").startswith("agents."))
     held = (value for each in own for value in each.f_locals.values() if isinstance(value, kind))
     names: Iterator[object] = (getattr(each, "name", None) for each in held)
@@ -561,7 +549,7 @@ def _agents_sdk_agent() -> str | None:
 
 def _calling_lines() -> list[str]:
     frames = (each for each in _frames() if not each.f_code.co_filename.startswith(_LIBRARIES))
-    calls = [f"{each.f_code.co_name}:{each.f_lineno}" for each in islice(frames, _MOST_FRAMES)]
+    calls = [f"{each.f_code.co_name}:{each.f_lineno}" for each in islice(frames, 3)]
     return [call for call in reversed(calls) if not call.startswith("<module>")]
 
 

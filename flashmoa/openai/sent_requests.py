@@ -1,4 +1,4 @@
-"""Read what a client sends, as far as links need it, and tell how it will send more."""
+"""Read the requests of clients for links, and predict the headers of later requests."""
 
 from __future__ import annotations
 
@@ -14,79 +14,65 @@ from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER
 from flashmoa.link.learned_links import SentInPlace
 from flashmoa.link.learned_runs import RecordedRequest
 from flashmoa.link.prompt import NotForecastable
-from flashmoa.link.response_items import (
-    Message,
-    read_messages,
-    response_fields,
-)
+from flashmoa.link.response_items import Message, read_messages, response_fields
 from flashmoa.openai.requests import is_response
 
-# Headers of one connection or body: the client that links use has its own.
+# Headers of a connection or a body. The client that links use has its own.
 _OF_TRANSFER = frozenset(
     """
     accept-encoding connection expect host keep-alive proxy-authenticate proxy-authorization
     proxy-connection te trailer transfer-encoding upgrade
     """.split()  # noqa: SIM905
 )
-# Headers of one request, which would be wrong for others; a server may even repeat an answer by
-# them. OpenAI's client counts retries in ``x-stainless-...``.
+# Headers of a single request. Other requests must not send them: a server may repeat its answer.
+# OpenAI's client counts retries in ``x-stainless-...``.
 _OF_REQUEST = frozenset("idempotency-key traceparent tracestate x-request-id".split())  # noqa: SIM905
 _BEGINNINGS = ("content-", "x-stainless-", CALL_HEADER.lower(), DYNAMO_HEADER.lower())
-# What clients send to servers that need no key.
+# Clients send this to servers that need no key.
 _NO_KEY = "Bearer EMPTY"
 # The clients whose requests are linked.
 linked_clients: WeakKeyDictionary[openai.OpenAI | openai.AsyncOpenAI, None] = WeakKeyDictionary()
-# By HTTP client, which copies of a client share, what it was instrumented with.
+# Settings by HTTP client, which copies of an OpenAI client share.
 settings_by_http: WeakKeyDictionary[Any, EngineSettings] = WeakKeyDictionary()
 
 
 def read_request(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
-    """Return a request of OpenAI's client, given its HTTP request and the body of that.
+    """Return the record of an HTTP request for an answer, given its body.
 
     Raises: ValueError, LookupError if it is no request for an answer.
     """
-    if is_response(request):
-        return _read_response(request, body)
-    return RecordedRequest(
-        url=engine_url(str(request.url).partition("/chat/completions")[0]),
-        model=body.get("model") or "",
-        messages=body["messages"],
-        fields=prompt_fields(body),
-        namespace=kv_namespace(body),
-        headers=_headers_of_client(request.headers),
-    )
-
-
-def _read_response(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
+    is_of_responses = is_response(request)
     messages, unknown = list[Message](), None
     try:
-        messages = read_messages(body)
+        messages = read_messages(body) if is_of_responses else body["messages"]
     except NotForecastable as problem:
         unknown = str(problem)
+    path = "/responses" if is_of_responses else "/chat/completions"
     return RecordedRequest(
-        url=engine_url(str(request.url).partition("/responses")[0]),
+        url=engine_url(str(request.url).partition(path)[0]),
         model=body.get("model") or "",
         messages=messages,
-        fields=response_fields(body),
+        fields=response_fields(body) if is_of_responses else prompt_fields(body),
         namespace=kv_namespace(body),
         headers=_headers_of_client(request.headers),
-        is_response=True,
+        is_response=is_of_responses,
         unknown=unknown,
     )
 
 
 def headers_now(request: RecordedRequest, sent: SentInPlace) -> dict[str, str]:
-    """Return the headers with which this run is likely to send a request of an earlier run.
+    """Return the likely headers of a request of an earlier run in this run.
 
-    Each has the value that this run last sent in place of the earlier one to the same server, or
-    the earlier value if this run has sent that to any server, or all open clients of its server
-    send it with each request. Otherwise it is left out: it may be another user's.
+    A header gets the value that this run last sent to the same server in place of the earlier
+    value. Otherwise it keeps the earlier value, if this run has sent that to any server, or if all
+    open clients of the server send it with each request. Otherwise it is left out, as the value may
+    be another user's.
 
     Args:
-        sent: the requests of this run, each after the one of the earlier run that it stands for,
-            or after itself.
+        sent: this run's requests, each after its counterpart in the earlier run, or else after
+            itself.
 
-    Raises: NotForecastable if the key is left out.
+    Raises: NotForecastable if the API key would be left out.
     """
     headers: dict[str, str] = {}
     for name in {*request.headers, *(name for _, now in sent for name in now.headers)}:
@@ -103,9 +89,9 @@ def headers_now(request: RecordedRequest, sent: SentInPlace) -> dict[str, str]:
 
 
 def _known_values(name: str, request: RecordedRequest, sent: SentInPlace) -> list[str | None]:
-    """Return values that a header may have in this run, the likeliest last; none if unknown.
+    """Return possible values of a header in this run, the likeliest last.
 
-    ``None`` among them: the request has no such header.
+    The list is empty if nothing is known. The value ``None`` stands for a missing header.
     """
     earlier = request.headers.get(name)
     there = [
@@ -123,17 +109,17 @@ def _known_values(name: str, request: RecordedRequest, sent: SentInPlace) -> lis
 
 
 def _headers_of_open_clients(url: str) -> list[Mapping[str, str]]:
-    """Return the headers that each open client of a server sends with all its requests."""
+    """Return the headers that each open client of a server sends with every request."""
     found: list[Mapping[str, str]] = []
     for client in _open_clients(url):
-        # A header that the client is told to omit has an object that counts as false.
+        # OpenAI's ``Omit`` marks a header to leave out; it counts as false.
         own = {name.lower(): value for name, value in client.default_headers.items() if value}
         found.append({**client._client.headers, **own})
     return found
 
 
 def settings_for(url: str) -> EngineSettings | None:
-    """Return the settings of an open client of a server that has some."""
+    """Return the settings of a server's open client, if one has settings."""
     found = (settings_by_http.get(client._client) for client in _open_clients(url))
     return next(filter(None, found), None)
 

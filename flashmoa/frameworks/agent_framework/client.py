@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, ClassVar, Self, cast
 
 from agent_framework import (
@@ -34,16 +33,13 @@ from flashmoa.frameworks import (
 )
 from flashmoa.openai.http import advising, observe_completions
 
-# Token counts that the framework's usage lacks; see ``PromptUsage``.
-_PROMPT_DETAILS = ("streamed_tokens", "late_tokens")
-
 
 class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
     """Replaces ``OpenAIChatCompletionClient`` for a self-hosted SGLang engine.
 
     By itself it is the stock client with defaults for self-hosting; it needs no API key. In a
-    linked workflow (``flashmoa.agent_framework.link(workflow)``), what its agents write is
-    streamed into the prompts of the agents that will read it.
+    linked workflow (``flashmoa.agent_framework.link(workflow)``), the texts of its agents are
+    streamed into the prompts of the agents that will read them.
 
     Args:
         model: the served model's name.
@@ -103,12 +99,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *problem: object) -> None:
         await self.close()
 
     def _inner_get_response(
@@ -154,7 +145,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             _finish_call(call, contents, reason)
 
     def _begin(self, options: Mapping[str, Any]) -> ObservedCall:
-        """Begin a request that is about to be sent; linked workflows observe it."""
+        """Begin a call whose request is about to be sent; linked workflows observe it."""
         model = options.get("model") or self.model or ""
         request = CallRequest(self.engine.url, model, client=self.engine)
         executor = find_calling_executor() if self.linked_teams else None
@@ -165,21 +156,20 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         details = super()._parse_usage_from_openai(usage)
         reported = usage.prompt_tokens_details
         counts: Mapping[str, Any] = (reported.model_extra if reported is not None else None) or {}
-        for name in _PROMPT_DETAILS:
+        for name in ("streamed_tokens", "late_tokens"):  # See ``PromptUsage``.
             if isinstance(counts.get(name), int):
                 cast("dict[str, Any]", details)[f"prompt/{name}"] = counts[name]
         return details
 
 
 def find_calling_executor() -> Executor | None:
-    """Return the executor on whose behalf this code runs, if the stack shows one.
+    """Return the executor that runs this code, if the stack shows one.
 
-    ``None`` if the request is that of another agent, which the executor's agent uses, for instance
-    as a tool.
+    ``None`` if another agent makes the request, for instance a tool of the executor's agent.
 
-    Agent Framework has no context that names the executor or agent that is running: its
-    ContextVars hold the origin of events, opaque identities of runs, and telemetry. A ContextVar
-    of ours would have to be set by replacing methods of the user's executors and agents.
+    Agent Framework has no context that names the running executor or agent: its ContextVars have
+    the origin of events, opaque ids of runs, and telemetry. To set another ContextVar, methods of
+    the user's executors and agents would have to be replaced.
     """
     agents: list[object] = []
     for owner in owners():
@@ -192,7 +182,6 @@ def find_calling_executor() -> Executor | None:
 
 
 def _finish_call(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:
-    """Report the answer, as the framework parsed it, to a request's observers."""
     text = "".join(part.text or "" for part in contents if part.type == "text")
     calls_tools = any(part.type == "function_call" for part in contents)
     call.finish(CallResult(text, call.usage, reason, is_forwarded=not calls_tools))

@@ -1,9 +1,9 @@
-"""Dry runs: learn an agent's next request by running the framework's own code on a copy.
+"""Dry runs: find an agent's next request by running the framework's own code on a copy.
 
-A dry run gives a copy of the agent's executor the messages it will receive, with placeholders for
-the texts that are still being written, and ends at its first request to a model. No request is
-sent, the workflow is not changed, and neither middleware nor telemetry sees it. Agents whose
-prompts cannot be predicted without code of the user's are not run, and get a reason.
+A dry run gives a copy of the agent's executor the messages that it will receive, with placeholders
+for texts that are still being written, and ends at its first request to a model. It sends no
+request, does not change the workflow, and neither middleware nor telemetry sees it. An agent whose
+prompt depends on user-defined code gets a reason instead of a dry run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ run_untraced: Any = cast("Any", RawAgent).run
 
 _ASKS_SERVERS = "predicting its prompt would ask its MCP servers for their tools"
 
-# Executors of the framework that ask no model, and those that run code of the user's.
+# Executors of the framework that ask no model, and executors that run user-defined code.
 _WITHOUT_MODEL = (
     "_AggregateAgentConversations",
     "AgentRequestInfoExecutor",
@@ -56,11 +56,11 @@ _WITHOUT_MODEL = (
 )
 _WITH_USER_CODE = ("_CallbackAggregator", "FunctionExecutor")
 
-# A request and its text depend on the client's and the agent's methods whose names begin so. The
-# framework adds such methods from release to release.
+# A request and its text depend on methods of the client and the agent whose names begin so.
+# Releases of the framework add such methods.
 _CLIENT_METHODS = ("get_response", "_inner_", "_prepare_", "_build_", "_parse_")
 _AGENT_METHODS = ("run", "_prepare_", "_call_", "_parse_", "_finalize_", "_get_", "_resolve_")
-# These change no text, or have a reason of their own.
+# These change no text, or are declined for another reason.
 _OTHER_CODE = {"_parse_usage_from_openai", "tokenizer", "compaction_strategy"}
 
 _WORKFLOWS = (
@@ -80,10 +80,10 @@ def get_conversation(executor: Executor) -> list[Message]:
 def make_response(
     executor: Executor, conversation: Sequence[Message], text: str
 ) -> AgentExecutorResponse:
-    """Return the message that an agent sends to others when it has answered with ``text``.
+    """Return the message that an agent sends to others after it has answered with ``text``.
 
     Args:
-        executor: an agent whose model's text others get (see :func:`why_rewritten`).
+        executor: an agent that sends others its model's text (see :func:`why_rewritten`).
         conversation: the conversation before the answer.
     """
     agent = cast("Agent", cast("AgentExecutor", executor).agent)
@@ -99,13 +99,13 @@ async def dry_run(
 ) -> tuple[ChatRequest, list[Message]]:
     """Run a copy of an agent's executor on ``message``, up to its first request to a model.
 
-    Return the request, and the conversation that the agent was given.
+    Return the request, and the conversation that the agent got.
 
     Args:
         sources: ids of the executors that sent the message.
 
     Raises: NotForecastable if the executor must not be run (:func:`why_not_run`), if its run fails
-        or ends without a request, or if the request may be changed before it is sent.
+        or ends without a request, or if the request may change before it is sent.
     """
     if reason := why_not_run(workflow, executor):
         raise NotForecastable(reason)
@@ -114,7 +114,7 @@ async def dry_run(
         handle = shadow._find_handler(message)
     except RuntimeError as error:
         raise NotForecastable(str(error)) from error
-    # A handler in the copied containers is bound to the original.
+    # The copied containers have handlers that are bound to the original.
     handle = MethodType(cast("Any", handle).__func__, shadow)
     try:
         request = await first_request(handle(message, _make_context(workflow, shadow, sources)))
@@ -126,10 +126,10 @@ async def dry_run(
 
 
 def _copy_executor(executor: AgentExecutor) -> AgentExecutor:
-    """Copy an executor and all that the framework's code changes when its agent is run.
+    """Copy an executor and everything that the framework changes when it runs the agent.
 
-    The copy's agent is run without the layers that trace it, and its client raises its first
-    request as :class:`RequestCaptured`.
+    The copy's agent runs without the layers that trace it, and its client raises its first request
+    as :class:`RequestCaptured`.
     """
     shadow = copy.copy(executor)
     for name, value in list(vars(shadow).items()):
@@ -162,7 +162,7 @@ def _capturing(client: FlashMoAChatClient) -> FlashMoAChatClient:
 
 
 def _copy_message(message: Message) -> Message:
-    """Copy a message; its contents stay shared."""
+    """Copy a message and its list of contents."""
     clone = copy.copy(message)
     clone.contents = list(message.contents)
     clone.additional_properties = dict(message.additional_properties)
@@ -170,7 +170,7 @@ def _copy_message(message: Message) -> Message:
 
 
 def _make_context(workflow: Workflow, shadow: Executor, sources: Sequence[str]) -> Any:
-    """Return a context for a handler, with a copy of the run's state and no receivers."""
+    """Return a handler's context, with a copy of the run's state and no receivers."""
     state = copy.copy(workflow._runner.state)
     for name, value in list(vars(state).items()):
         if isinstance(value, dict):
@@ -188,7 +188,7 @@ def client_of(executor: Executor) -> FlashMoAChatClient | None:
 
 
 def holds_workflow(executor: Executor) -> bool:
-    """Return whether an executor, or an agent that it holds, holds a workflow or is one."""
+    """Return whether an executor, or an agent in it, has or is a workflow."""
     held: list[Any] = [executor, *vars(executor).values()]
     for each in list(held):
         if isinstance(each, BaseAgent):
@@ -197,14 +197,14 @@ def holds_workflow(executor: Executor) -> bool:
 
 
 def asks_no_model(executor: Executor) -> bool:
-    """Return whether an executor is one of the framework's that never asks a model."""
+    """Return whether an executor is the framework's own and never asks a model."""
     return _is_stock(executor) and type(executor).__name__ in _WITHOUT_MODEL
 
 
 def why_not_run(workflow: Workflow, executor: Executor) -> str | None:
-    """Return why no dry run of an executor can be made, if none can.
+    """Return why an executor gets no dry run, or ``None``.
 
-    A dry run must neither run code of the user's nor ask a server.
+    A dry run must neither run user-defined code nor ask a server.
     """
     if holds_workflow(executor):
         return "it runs a workflow, and a copy would run the same one; link that workflow itself"
@@ -223,14 +223,14 @@ def why_not_run(workflow: Workflow, executor: Executor) -> str | None:
 
 
 def why_rewritten(workflow: Workflow, executor: Executor) -> str | None:
-    """Return why the message that others get may differ from its model's text, if it may."""
+    """Return why others may get a message other than its model's text, or ``None``."""
     if type(executor) is not AgentExecutor:
         return f"{executor.id} is a {type(executor).__name__}, not an AgentExecutor"
     return _why_unpredictable(workflow, executor)
 
 
 def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, Any]) -> str | None:
-    """Return why a request may differ from what a client was asked to send, if it may.
+    """Return why a client may change the request before it sends it, or ``None``.
 
     Args:
         arguments: the keyword arguments of the client's ``get_response``.
@@ -248,14 +248,13 @@ def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, A
 
 
 def _find_own_code(owner: Any, stock: Any, methods: tuple[str, ...]) -> list[str]:
-    """Return the names of code of the user's that an object holds.
+    """Return the names of an object's user-defined functions.
 
-    Functions may be set on it, as methods are and hooks (``message_preparer``), or be methods of
-    its class.
+    They are methods of its class, or set on the object, as hooks are (``message_preparer``).
 
     Args:
-        stock: the framework's class, or FlashMoA's, that the object is of.
-        methods: beginnings of the names of the methods that count.
+        stock: the framework's or FlashMoA's class of the object.
+        methods: beginnings of the names of methods that count.
     """
     names = [name for name in dir(stock) if name.startswith(methods)]
     get, held = cast("Any", getattr_static), cast("dict[str, Any]", vars(owner))
@@ -277,10 +276,10 @@ def _is_stock(executor: Executor) -> bool:
 
 
 def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | None:
-    """Return why an agent's prompt may have parts that are unknown beforehand, if it may.
+    """Return why an agent's prompt may have parts that are unknown beforehand, or ``None``.
 
-    Known are its instructions and its history. To query anything else that it holds may cost or
-    change something, and may make the agent send others a text that is not its model's.
+    Its instructions and its history are known. Anything else may cost or change something when it
+    is queried, and may make the agent send others a text that is not its model's.
     """
     agent: Any = executor.agent
     kinds: tuple[Any, ...] = (Agent, RawAgent)
@@ -306,7 +305,6 @@ def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | Non
 
 
 def _client_kwargs(workflow: Workflow, executor: AgentExecutor) -> Mapping[str, Any] | None:
-    """Return what the workflow's run gives to the client of an agent."""
     state = workflow._runner.state
     raw = state.get(WORKFLOW_RUN_KWARGS_KEY, {})
     return executor._prepare_agent_run_args(raw, state.get(RESOLVED_WORKFLOW_RUN_KWARGS_KEY))[1]

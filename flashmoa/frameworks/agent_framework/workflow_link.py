@@ -49,29 +49,29 @@ from flashmoa.observe import Listener
 
 logger = logging.getLogger(__name__)
 
-# The builders whose workflows are not linked, by a class of the executors that only they make.
+# Builders of workflows that are not linked, by a class of executors that only they make.
 _UNLINKED_BUILDERS = {
     "HandoffAgentExecutor": "HandoffBuilder",
     "MagenticOrchestrator": "MagenticBuilder",
     "BaseGroupChatOrchestrator": "GroupChatBuilder",
 }
-# Types of the contents with which a workflow's user replies to an agent's requests.
+# Types of contents that reply to an agent's requests to the workflow's user.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
 
 def link(workflow: Workflow, **options: Unpack[LinkOptions]) -> WorkflowLink:
-    """Link a workflow's agents: each one's tokens stream into the prompts of those after it.
+    """Link a workflow's agents: each agent's tokens stream into the prompts of later agents.
 
     Call it once after building the workflow; runs, prompts and answers stay the same. Linking a
     workflow again replaces the first link.
 
     Args:
         workflow: a workflow made by ``SequentialBuilder``, or by ``WorkflowBuilder`` without
-            conditions on edges. In any other workflow nothing is linked, which is logged. Its
-            agents' clients must be ``FlashMoAChatClient``. Agents with other clients, agents of
-            user-defined classes, and agents with middleware (also of the client or the run),
-            compaction strategies, context providers or MCP servers run unlinked. Agents whose
-            client has hooks (``message_preparer``, ``response_parser``) run unlinked, too.
+            conditions on edges. Other workflows are not linked, which is logged. The agents'
+            clients must be ``FlashMoAChatClient``. These agents run unlinked: agents with other
+            clients, agents of user-defined classes, agents with middleware (also of the client or
+            the run), compaction strategies, context providers or MCP servers, and agents whose
+            client has hooks (``message_preparer``, ``response_parser``).
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Raises:
@@ -115,7 +115,7 @@ def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
 
 
 class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
-    """Links one workflow, until it or the workflow's clients are closed.
+    """Links a workflow, until it or the workflow's clients are closed.
 
     Use :func:`link` to make one.
     """
@@ -150,14 +150,14 @@ class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
 
 @dataclass(slots=True)
 class KnownMessages:
-    """Holds what is known of the messages in one run of a workflow, by executors' ids.
+    """The known messages in a run of a workflow, by the ids of executors.
 
     Attributes:
         placeholders: placeholders for the texts of all executors.
-        conversations: the conversation that each executor which has begun was given.
-        predicted: the messages that executors which have not begun will send, from dry runs.
-        unpredicted: executors that have begun and whose messages cannot be predicted: others get
-            something else than their models' texts, or also their tool calls and the results.
+        conversations: the conversations that executors got when they began.
+        predicted: the messages of executors that have not begun, from dry runs.
+        unpredicted: executors that have begun, but whose messages cannot be predicted: others get
+            other texts than their models', or also tool calls and results.
     """
 
     placeholders: Placeholders
@@ -169,10 +169,10 @@ class KnownMessages:
 
 
 class WorkflowLinkPlanner(LinkPlanner):
-    """Plans the links of one workflow.
+    """Plans the links of a workflow.
 
     Attributes:
-        linkable: the agents that certainly read texts of other agents, and nothing else.
+        linkable: the agents that certainly read only texts of other agents.
         unlinked_builder: the builder that made the workflow, if its workflows are not linked.
     """
 
@@ -205,7 +205,7 @@ class WorkflowLinkPlanner(LinkPlanner):
         if rewritten is None and name in self._known.conversations:
             previous = self.running.get(name)
             if previous is None or previous.text.is_over:
-                # It begins a second time, so this is another run of the workflow.
+                # The executor begins again: this is another run of the workflow.
                 self.end_all("unused")
         conversation = get_conversation(executor)
         self._known.conversations.setdefault(name, conversation)
@@ -217,7 +217,7 @@ class WorkflowLinkPlanner(LinkPlanner):
             and self._known.conversations.keys() >= {*delivery.sources}
             and (reason := why_not_run(self._workflow, executor))
         ):
-            # Nothing was expected of it if what it reads could not be predicted either.
+            # If the messages that it reads were unknown, nothing has told the reason.
             self.links.decline(name, NotForecastable(reason))
         return self.begin(name, request, rewritten=rewritten, linkable=name in self.linkable)
 
@@ -240,7 +240,7 @@ class WorkflowLinkPlanner(LinkPlanner):
         self._known = KnownMessages(Placeholders(self._workflow.executors))
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
-        """End the links, as others also get the tool calls and results, which are unknown."""
+        """End the links, as others also get tool calls and results, which are unknown."""
         super().call_held_back(call, reason)
         self._known.unpredicted.add(call.agent)
         for link in self.waiting_for(call.agent):
@@ -272,7 +272,7 @@ class WorkflowLinkPlanner(LinkPlanner):
         return ExpectedRequest(turn, [request], known.placeholders)
 
     def _sent(self) -> dict[str, AgentExecutorResponse]:
-        """Return the messages of executors that have begun, with placeholders for their texts."""
+        """Return the messages of executors that have begun, with placeholders as texts."""
         sent: dict[str, AgentExecutorResponse] = {}
         for name, conversation in self._known.conversations.items():
             if name not in self._known.unpredicted:
@@ -290,7 +290,7 @@ def find_unlinked_builder(workflow: Workflow) -> str | None:
 
 
 def _answers_requests(conversation: Sequence[Message]) -> bool:
-    """Return whether an agent resumes with what it has asked for: approvals of tools, or results.
+    """Return whether an agent resumes with an approval of a tool, or a result that it asked for.
 
     Others then also get the results.
     """
@@ -300,9 +300,10 @@ def _answers_requests(conversation: Sequence[Message]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Says that what the executors ``sources`` send reaches the executor ``target``.
+    """The executor ``target`` gets the messages of the executors ``sources``.
 
-    ``fan_in``: as one list in this order, no matter who finishes first; else there is one source.
+    With ``fan_in``, it gets them as a list in this order, in whatever order they finish; otherwise
+    there is a single source.
     """
 
     target: str
@@ -310,14 +311,14 @@ class Delivery:
     fan_in: bool = False
 
     def make_message(self, sent: Sequence[Any]) -> Any:
-        """Return the message that the target receives, given the message of each source."""
+        """Return the target's message, given the message of each source."""
         return list(sent) if self.fan_in else sent[0]
 
 
 def find_deliveries(workflow: Workflow) -> list[Delivery]:
-    """Return the deliveries that are certain, to targets that receive no other messages.
+    """Return the certain deliveries, to targets that receive no other messages.
 
-    Not certain is what an executor sends that may be reached again before its receivers have begun.
+    A delivery is not certain if its source may be reached again before its target has begun.
     """
     groups = [group for group in workflow.edge_groups if not isinstance(group, InternalEdgeGroup)]
     arrivals = _find_arrivals(groups)
@@ -340,7 +341,7 @@ def find_deliveries(workflow: Workflow) -> list[Delivery]:
 
 
 def _find_arrivals(groups: Sequence[EdgeGroup]) -> dict[str, list[set[str]]]:
-    """Return for each executor the sources of the edge groups that may bring it a message."""
+    """Return the sources of the edge groups that lead to each executor."""
     arrivals: dict[str, list[set[str]]] = defaultdict(list)
     for group in groups:
         for target in set(group.target_executor_ids):
@@ -351,9 +352,9 @@ def _find_arrivals(groups: Sequence[EdgeGroup]) -> dict[str, list[set[str]]]:
 def _find_serial(start: str, arrivals: dict[str, list[set[str]]]) -> set[str]:
     """Return the executors whose receivers begin before the executors are reached again.
 
-    An executor may be reached by one way from the start and by one that returns from it: then its
-    message has gone around before it is reached again. By two ways of a kind, it may be reached
-    twice at the same time, and so may its receivers.
+    Such an executor has at most one way from the start, and at most one way that returns from it:
+    its message goes around before it is reached again. With two ways from the start, or two that
+    return, it may be reached twice at the same time, and so may its receivers.
     """
 
     def is_reached_one_by_one(name: str) -> bool:
@@ -371,7 +372,7 @@ def _find_serial(start: str, arrivals: dict[str, list[set[str]]]) -> set[str]:
 
 
 def _find_downstream(name: str, arrivals: dict[str, list[set[str]]]) -> set[str]:
-    """Return the executors that a message of an executor may reach, by any number of steps."""
+    """Return the executors that an executor's message may reach, in any number of steps."""
     found: set[str] = set()
     while more := {
         target

@@ -1,13 +1,13 @@
-"""Tell on whose behalf a call is made, and what its answer is for others; report its usage.
+"""Find the agent that makes a call, and report the call's answer and usage.
 
-*Whose:* AutoGen's ``MessageHandlerContext`` names the id of the agent that handles a message, but
-neither its runtime nor the object, and within one handler an agent may run others as tools; only
-the stack tells which of them is calling. A tool runs in tasks of its own, whose stacks show no
-agent, so the tools of an answer are noted in a context variable, which these tasks inherit.
+*Agent:* AutoGen's ``MessageHandlerContext`` has the id of the agent that handles a message, but
+neither the object nor its runtime. Within the handler, the agent may run other agents as tools, and
+only the stack shows which agent calls. A tool runs in its own tasks, whose stacks show no agent. So
+a context variable, which these tasks inherit, has the tools of the last answer.
 
-*Usage:* the stock client logs an ``LLMCallEvent`` or an ``LLMStreamEndEvent`` from within its
-methods, with the number of prompt and answer tokens. A filter of its logger adds ``cached_tokens``,
-``streamed_tokens`` and ``late_tokens`` to that event; events of other clients pass as they are.
+*Usage:* the stock client logs an ``LLMCallEvent`` or an ``LLMStreamEndEvent`` with the number of
+prompt and answer tokens. A filter of AutoGen's logger adds ``cached_tokens``, ``streamed_tokens``
+and ``late_tokens`` to events of this package's client.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ from flashmoa.scoring import Candidate, Scorer, Scores
 
 logger = logging.getLogger(__name__)
 
-# Why the answer of a scoring call does not reach other agents as it is written.
 SCORED_REASON = "its answer is scored, not written"
 
 JsonOutput = bool | type[BaseModel] | None
 
 
 def calling_agent() -> AgentId | None:
-    """Return the AutoGen id of the agent on whose behalf this code runs, if there is one."""
+    """Return the AutoGen id of the agent that runs this code, if there is one."""
     try:
         return MessageHandlerContext.agent_id()
     except RuntimeError:
@@ -57,20 +56,16 @@ def calling_agent() -> AgentId | None:
 
 
 def caller_name() -> str:
-    """Return the caller's name for events.
+    """Return the caller's name for events: its agent's name, or ``"client"`` without an agent.
 
-    That is the agent's name, with the ``_<team id>`` suffix that AutoGen adds removed, or
-    ``"client"`` if no agent calls.
+    AutoGen appends ``_<team id>`` to the names of agents; this removes it.
     """
     agent = calling_agent()
     return agent.type.removesuffix(f"_{agent.key}") if agent is not None else "client"
 
 
 def is_call_of(member: object) -> bool:
-    """Return whether the call being made is that of an agent itself.
-
-    It may also be the call of one of its tools, or of an agent that it uses as a tool.
-    """
+    """Return whether an agent itself is calling, not a tool (maybe another agent) that it uses."""
     tools = _tools.get()
     if tools and tools.agent == calling_agent() and tools.task is not asyncio.current_task():
         return False
@@ -80,15 +75,15 @@ def is_call_of(member: object) -> bool:
 
 @dataclass(slots=True)
 class Tools:
-    """The tools that an answer calls.
+    """The tool calls of an answer.
 
     Attributes:
         calls: the calls; AutoGen runs these very objects.
-        agent, task: the agent, and the task in which it handles its message.
-        iteration: how many answers before this one have called tools in the agent's turn.
-        on_result: is called when a tool has ended, with its place among the calls and its result
-            as its agent gets it; ``None`` if the tool was cancelled, or raised an exception that
-            AutoGen does not handle.
+        agent, task: the agent and the task that handle the message.
+        iteration: the number of earlier answers with tool calls in the agent's turn.
+        on_result: is called at the end of a tool, with the index of its call and the result that
+            the agent gets. The result is ``None`` if the tool was cancelled, or raised an exception
+            that AutoGen does not handle.
     """
 
     calls: Sequence[FunctionCall]
@@ -107,17 +102,17 @@ class Tools:
             logger.exception("The result of %s is not linked because of the error below", call.name)
 
 
-# The tasks of tools, and those that these start in turn, inherit this from their agent's task.
+# Tasks of tools, and the tasks that they start, inherit this from their agent's task.
 _tools: ContextVar[Tools | None] = ContextVar("flashmoa_tools", default=None)
 
 
 def note_tools(calls: Sequence[FunctionCall]) -> Tools:
-    """Note that the agent which this task belongs to is about to run tools."""
+    """Note that the agent in this task is about to run tools."""
     earlier = _tools.get()
     tools = Tools(calls, calling_agent(), asyncio.current_task())
     if earlier is not None and earlier.agent == tools.agent:
         if earlier.task is not tools.task:
-            return tools  # It is one of the agent's tools that asks a model, with tools of its own.
+            return tools  # A tool of the agent has asked a model, which calls other tools.
         tools.iteration = earlier.iteration + 1
     _tools.set(tools)
     return tools
@@ -125,11 +120,11 @@ def note_tools(calls: Sequence[FunctionCall]) -> Tools:
 
 @cache
 def observe_tools() -> None:
-    """Have ``AssistantAgent`` report the results of tools to :class:`Tools`, as they end.
+    """Make ``AssistantAgent`` report each tool's result to :class:`Tools` when the tool ends.
 
-    It runs the tools of an answer in one task each, and itself reports their results only when all
-    of them have ended. What it runs for each of them is the one place where a result is as the
-    agent gets it, whatever runs the tool, and no object of the user's has to be replaced.
+    It runs each tool of an answer in a task, and itself reports the results only when all tools
+    have ended. The wrapped method returns results as the agent gets them, whatever runs the tool,
+    and replacing it replaces no object of the user's.
     """
     execute: Any = AssistantAgent._execute_tool_call
 
@@ -151,10 +146,10 @@ def observe_tools() -> None:
 
 @dataclass
 class EngineUsage(RequestUsage):
-    """Extends AutoGen's usage by how the engine computed the prompt, in tokens.
+    """Adds to AutoGen's usage how the engine computed the prompt, in tokens.
 
-    ``prompt_tokens = cached_tokens + late_tokens``; ``streamed_tokens`` of the cached ones were
-    computed by the call's link before the call. ``None`` if the engine does not report a count.
+    ``prompt_tokens = cached_tokens + late_tokens``. The call's link computed ``streamed_tokens``,
+    which are cached tokens, before the call. A count is ``None`` if the engine does not report it.
     """
 
     cached_tokens: int | None = None
@@ -164,12 +159,7 @@ class EngineUsage(RequestUsage):
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """An answer that calls tools.
-
-    Attributes:
-        offered: the tools that its request offered.
-        called: the tools that it calls.
-    """
+    """An answer that calls tools; its request offered the tools ``offered``."""
 
     result: CreateResult
     offered: Sequence[Tool | ToolSchema]
@@ -177,7 +167,7 @@ class ToolAnswer:
 
 
 def why_held_back(json_output: JsonOutput, model_info: ModelInfo) -> str | None:
-    """Return why an answer's text must not reach other agents as it arrives, if it must not."""
+    """Return why others must not get an answer's text while it is written, or ``None``."""
     if isinstance(json_output, type):
         return "its answer is structured output, which AutoGen rewrites"
     if model_info["family"] == ModelFamily.R1:
@@ -191,11 +181,7 @@ def finish_call(
     json_output: JsonOutput,
     tools: Sequence[Tool | ToolSchema],
 ) -> CreateResult:
-    """Report the result to a call's observers. Return it with the engine's usage.
-
-    Args:
-        tools: the tools that the request offered.
-    """
+    """Report the result to the call's observers. Return it with the engine's usage."""
     usage = call.usage
     if usage is not None and usage.cached_tokens is not None:
         result.usage = EngineUsage(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, Literal, Self, cast
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, ClassVar, Literal, Self, cast
 
 import anyio
 import httpx
@@ -50,13 +50,6 @@ logger = logging.getLogger(__name__)
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
 
-_TIMEOUT_SECONDS = 10.0
-# Stands between the texts of user messages that are merged.
-_MERGE_SEPARATOR = "\n\n"
-# This timeout is short, as a client may be made before its engine is started. The engine is asked
-# again after a pause, so that asking takes at most a tenth of the time.
-_MODEL_INFO_SECONDS = 2.0
-_MODEL_INFO_PAUSE = 9.0
 _NO_TOOLS = (
     "The engine at %s reads no tool calls, so AutoGen refuses agents with tools; start it with "
     "--tool-call-parser and the name of its model's format."
@@ -64,7 +57,7 @@ _NO_TOOLS = (
 
 
 class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
-    """Is what ``dump_component`` writes; unlike the stock configuration it keeps extra_body."""
+    """The configuration that ``dump_component`` writes; unlike the stock one, with extra_body."""
 
     extra_body: dict[str, Any] | None = None
     auto_link: bool = False
@@ -78,18 +71,18 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
     By itself it is the stock client with defaults for self-hosting: it needs no API key, takes
     ``model_info`` and token counts from the engine, and reports usage in streams, too. In a
-    linked team (``flashmoa.autogen.link(team)``), what its agents write is streamed into the
-    prompts of the agents that will read it.
+    linked team (``flashmoa.autogen.link(team)``), the texts of its agents are streamed into the
+    prompts of the agents that will read them.
 
     Args:
         model: the served model's name.
-        base_url: the engine's URL, with or without ``/v1``; by default OPENAI_BASE_URL of the
-            environment, else the address on which SGLang listens by default.
-        merge_user_messages: send consecutive user messages as one, for chat templates that refuse
-            them (Mistral, Gemma); in AutoGen's teams most messages have the role ``user``.
+        base_url: the engine's URL, with or without ``/v1``; by default the environment's
+            ``OPENAI_BASE_URL`` or else SGLang's default address.
+        merge_user_messages: merge consecutive user messages, for chat templates that refuse them
+            (Mistral, Gemma). In AutoGen's teams most messages have the role ``user``.
         auto_link: link the teams of its agents automatically, at their first call.
-        on_failure: what happens to these teams' links when a text fails.
-        engine_settings: says how links use the engine.
+        on_failure: the failure policy of automatic links.
+        engine_settings: how links use the engine.
         listener: receives events of its calls, and of links to their prompts, but not in teams that
             were given to ``link``. Neither ``dump_component`` nor a pickle keeps it.
         **kwargs: see the stock client.
@@ -97,6 +90,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
     component_config_schema = FlashMoAClientConfigurationConfigModel
     component_provider_override = "flashmoa.autogen.FlashMoAChatCompletionClient"
+    # Links the team that is calling. The module ``team_link``, which imports this one, sets it.
+    _link_caller: ClassVar[Callable[..., None]]
 
     def __init__(
         self,
@@ -120,10 +115,10 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         headers = {"Authorization": f"Bearer {kwargs['api_key']}"}
         headers |= kwargs.get("default_headers") or {}
         self._synchronous = SynchronousEngine(url, headers)
-        # From when on to ask the engine again for what its model can do, by ``time.monotonic()``.
+        # When to ask the engine again for the abilities of its model (``time.monotonic()``).
         self._asks_again = math.inf
         if "model_info" not in kwargs and "model_capabilities" not in kwargs:
-            kwargs["model_info"] = self._find_model_info(kwargs.get("model"))
+            kwargs["model_info"] = self._find_model_info(kwargs["model"])
         super().__init__(**kwargs)
         if self._asks_again < math.inf:
             del self._raw_config["model_info"]
@@ -164,7 +159,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         if isinstance(config.api_key, SecretStr):
             fields["api_key"] = config.api_key.get_secret_value()
         if isinstance(config, FlashMoAClientConfigurationConfigModel):
-            # These are no dictionaries.
+            # ``model_dump`` has turned these into dictionaries.
             fields["on_failure"] = config.on_failure
             fields["engine_settings"] = config.engine_settings
         return cls(**fields)
@@ -180,9 +175,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Return what the engine's model can do.
+        """The abilities of the engine's model.
 
-        As long as the engine has not told, it is asked again, which blocks for at most 2 s.
+        If the engine has not answered yet, this asks it again, which blocks for at most 2 s.
         """
         if time.monotonic() >= self._asks_again:
             info = self._find_model_info(self._create_args["model"])
@@ -192,26 +187,24 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         return self._model_info
 
     async def _learn_model_info(self, *, uses_tools: bool) -> None:
-        """Ask the engine again what its model can do, if it has not told, in another thread.
+        """Ask the engine again for its model's abilities, in another thread, if it is time to.
 
-        Log why AutoGen refuses tools where the engine does not know them.
+        Log why AutoGen refuses tools if the engine reads no tool calls.
         """
         if time.monotonic() >= self._asks_again:
             await anyio.to_thread.run_sync(lambda: self.model_info, abandon_on_cancel=True)
         if uses_tools and not self.model_info["function_calling"]:
             logger.log(level_once(self.engine.url, "tools"), _NO_TOOLS, self.engine.url)
 
-    def _find_model_info(self, model: str | None) -> ModelInfo:
-        """Return AutoGen's own entry for a model of this name, else what the engine reports.
+    def _find_model_info(self, model: str) -> ModelInfo:
+        """Return AutoGen's own entry for a model of this name, or else the engine's answer.
 
-        If the engine cannot be reached, return what SGLang offers with any text model, and ask
+        If the engine cannot be reached, return the abilities of SGLang with any text model, and ask
         again later.
         """
         is_first, self._asks_again = self._asks_again == math.inf, math.inf
-        try:
-            return get_info(model or "")
-        except (KeyError, ValueError):
-            pass
+        with suppress(KeyError, ValueError):
+            return get_info(model)
         served = Abilities()
         begun = time.monotonic()
         try:
@@ -219,11 +212,11 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             if not served.tool_call_parser:
                 logger.info(_NO_TOOLS, self._synchronous.url)
         except EngineError as error:
-            # Any other error is that of another server, which does not have this route.
+            # Other errors come from servers without this route.
             is_down = isinstance(error, EngineUnreachable | EngineTimeout)
             if is_down or (isinstance(error, RequestRefused) and error.status >= 500):
                 now = time.monotonic()
-                self._asks_again = now + _MODEL_INFO_PAUSE * (now - begun)
+                self._asks_again = now + 9 * (now - begun)  # Asking takes a tenth of the time.
                 if is_first:
                     logger.warning(
                         "%s It will be asked again at the next use of the client for what the "
@@ -262,14 +255,13 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         tool_choice: ToolChoice = "auto",
         extra_create_args: Mapping[str, Any] = {},
     ) -> ChatRequest:
-        """Return the request that a call with these arguments would send."""
         params = self._process_create_args(messages, tools, tool_choice, None, extra_create_args)
         lists = {"messages": params.messages, "tools": params.tools}
         dicts = {name: [dict(each) for each in found] for name, found in lists.items()}
         return ChatRequest(self.engine, {**params.create_args, **dicts})
 
     def _scoring_request(self, messages: Sequence[LLMMessage]) -> ChatRequest:
-        """Return what shapes the prompt of :meth:`score`, which gives templates less."""
+        """Return the request of :meth:`score`, which gives chat templates fewer fields."""
         given = self._request(messages)
         names = ("messages", "chat_template_kwargs")
         body = {name: given.sent.get(name) for name in names}
@@ -341,9 +333,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     ) -> Scores:
         """Return how likely each candidate is as the answer's beginning; nothing is decoded.
 
-        See :meth:`flashmoa.scoring.Scorer.score`; the messages and the template arguments
-        (``chat_template_kwargs`` of ``extra_body``) are those of :meth:`create`. In a linked team
-        the call's prompt is prefilled while agents before it write.
+        See :meth:`flashmoa.scoring.Scorer.score`. Messages and template arguments
+        (``chat_template_kwargs`` of ``extra_body``) are as in :meth:`create`. In a linked team,
+        the engine prefills the prompt while earlier agents write.
         """
         request, call = self._scoring_request(messages), self._begin(SCORED_REASON)
         return await score_call(call, request, candidates, length_normalised, cancellation_token)
@@ -382,7 +374,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     def _begin(self, held: str | None) -> ObservedCall:
         """Begin a call whose request is about to be sent.
 
-        Linked teams observe it. Without one, its events go to the client's own listener.
+        Linked teams observe it. Without a linked team, events go to the client's own listener.
 
         Args:
             held: see :class:`CallRequest`.
@@ -396,17 +388,14 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         return ObservedCall(observers)
 
     def _find_observers(self, request: CallRequest) -> list[CallObserver]:
-        """Return the linked teams' observers of a request; link the caller's team if none is."""
+        """Return the observers of linked teams; ``auto_link`` may link the caller's team first."""
         agent = calling_agent()
         if agent is None:
             return []
         observers = self.linked_teams.observe(agent, request)
         if not observers and self._auto_link:
-            # The module of links imports this one.
-            from flashmoa.frameworks.autogen.team_link import link_caller
-
             try:
-                link_caller(on_failure=self.on_failure, listener=self._listener)
+                self._link_caller(on_failure=self.on_failure, listener=self._listener)
             except Exception:
                 # Whatever is wrong with a link, the agent's call must be made.
                 text = "The team of %s runs unlinked because of the error below"
@@ -435,8 +424,8 @@ class SynchronousEngine:
     def context_length(self, model: str) -> int:
         """Return a model's context length in tokens.
 
-        Of a model that the engine does not list, it is that of the first one: SGLang answers
-        requests for any name with its one model.
+        If the engine does not list the model, return the length of the first listed model, since
+        SGLang answers requests with any model name.
         """
         if model not in self._context_lengths:
             path = "/v1/models"
@@ -448,15 +437,16 @@ class SynchronousEngine:
         return self._context_lengths[model]
 
     def abilities(self) -> Abilities:
-        """Return what the model can do, by SGLang's ``/model_info``."""
-        return self._ask("/model_info", Abilities, timeout=_MODEL_INFO_SECONDS)
+        """Return the model's abilities, by SGLang's ``/model_info``."""
+        # Often the engine has not been started yet, and making the client waits for this.
+        return self._ask("/model_info", Abilities, timeout=2.0)
 
     def _ask(
         self,
         path: str,
         answer: type[Answer],
         body: Mapping[str, Any] | None = None,
-        timeout: float = _TIMEOUT_SECONDS,
+        timeout: float = 10.0,
     ) -> Answer:
         with translate_errors(self.url):
             response = httpx.request(
@@ -471,23 +461,22 @@ class SynchronousEngine:
 
 
 class Abilities(BaseModel):
-    """What an engine's model can do; without a parser, tool calls would arrive as text."""
+    """Abilities of an engine's model; without a parser, tool calls would arrive as text."""
 
     has_image_understanding: bool = False
     tool_call_parser: str | bool | None = True
 
 
 def merge_user_messages(messages: Sequence[Any]) -> list[Any]:
-    """Merge consecutive user messages; return the OpenAI messages.
+    """Merge consecutive user messages that are texts; return OpenAI messages.
 
-    Only messages that consist of text are merged. Their names are lost, since a message has only
-    one; ``add_name_prefixes`` keeps them in the text.
+    Merged messages lose their names; ``add_name_prefixes`` keeps names in the text.
     """
     merged: list[Any] = []
     for message in messages:
         previous = merged[-1] if merged else None
         if previous is not None and _is_user_text(previous) and _is_user_text(message):
-            content = f"{previous['content']}{_MERGE_SEPARATOR}{message['content']}"
+            content = f"{previous['content']}\n\n{message['content']}"
             merged[-1] = {"role": "user", "content": content}
         else:
             merged.append(message)

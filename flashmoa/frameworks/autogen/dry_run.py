@@ -1,12 +1,12 @@
-"""Dry runs: learn the next model call of an agent or manager by running AutoGen's code on a copy.
+"""Dry runs: find the next model call of an agent or manager by running AutoGen's code on a copy.
 
 The copy is shallow, with a cloned model context and a client that stops the run at its first call.
-It is given the messages the agent already has and placeholders for those still being written, so it
-builds its prompt as the agent will. The team itself is not changed, and no code but AutoGen's own
-is run unless the user includes the agent.
+It gets the agent's messages, and placeholders for messages that are still being written, so that it
+builds its prompt as the agent will. The team does not change. Unless the user includes the agent, a
+dry run only runs AutoGen's own code.
 
-Some things are unknown beforehand: the order in which parallel agents finish, what a memory finds.
-Then there is one dry run for each possibility, and only the beginning of all their prompts is used.
+Some things are unknown beforehand: which parallel agent finishes first, what a memory finds. Then
+each possibility gets a dry run, and only the common beginning of their prompts is used.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ _MESSAGES = (
     HandoffMessage,
     ToolCallSummaryMessage,
 )
-# Tools, clients and contents of messages are of classes of users' own as a rule. Of these classes
-# dry runs call only methods of these names, which must be those of AutoGen's class.
+# Tools, clients and contents of messages usually have user-defined classes. Dry runs call only
+# these methods, which must be AutoGen's own.
 _CALLED: dict[type, tuple[str, ...]] = {
     BaseTool: ("schema", "name", "description", "args_type"),
     BaseModel: ("model_dump", "model_dump_json"),
@@ -81,8 +81,8 @@ _CALLED: dict[type, tuple[str, ...]] = {
 _INCLUDE = "if that does no harm, name the agent in include"
 
 
-# Given the messages that an agent receives until its turn, returns the request it will make then.
-# Raises NotForecastable if it would make none, or if its model context cannot be copied.
+# Takes the messages that an agent receives until its turn, and returns its request in this turn.
+# Raises NotForecastable if it would make no request, or if its model context cannot be copied.
 DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[ChatRequest]]
 
 
@@ -114,7 +114,7 @@ class CapturingClient:
 
 
 class _UnknownMemory:
-    """Stands in for a memory that has found something unknown."""
+    """Replaces a memory that may find something."""
 
     async def update_context(self, model_context: ChatCompletionContext) -> UpdateContextResult:
         await model_context.add_message(SystemMessage(content="?"))
@@ -122,7 +122,7 @@ class _UnknownMemory:
 
 
 class _FinishedTeam:
-    """Stands in for a team whose run consisted of these messages."""
+    """Replaces a team: its run returns the given messages."""
 
     def __init__(self, messages: Sequence[BaseChatMessage]) -> None:
         self._messages = messages
@@ -134,16 +134,13 @@ class _FinishedTeam:
 
 
 def is_stock(one: object, *kinds: type) -> bool:
-    """Return whether an object is of exactly one of AutoGen's classes, and has all its methods."""
+    """Return whether an object has exactly a class in ``kinds``, and no replaced methods."""
     kind = type(one)
     return kind in kinds and not any(callable(getattr(kind, name, None)) for name in vars(one))
 
 
 def require_stock(one: object, *kinds: type) -> None:
-    """Check an object.
-
-    Raises: NotForecastable if a dry run might run code of it that is not AutoGen's own.
-    """
+    """Raise NotForecastable if a dry run might run code of an object that is not AutoGen's."""
     if not is_stock(one, *kinds):
         raise NotForecastable(
             f"predicting its prompt would run code of its {type(one).__name__}, which is not "
@@ -152,10 +149,7 @@ def require_stock(one: object, *kinds: type) -> None:
 
 
 def require_stock_methods(one: object, kind: type) -> None:
-    """Check that a tool, a client or a message's content has the methods of AutoGen's class.
-
-    Raises: NotForecastable if a dry run would run a method that is not AutoGen's own.
-    """
+    """Raise NotForecastable if a dry run would run a method that is not AutoGen's ``kind``'s."""
     for name in _CALLED[kind]:
         if getattr(type(one), name, None) is not getattr(kind, name) or name in vars(one):
             raise NotForecastable(
@@ -165,7 +159,7 @@ def require_stock_methods(one: object, kind: type) -> None:
 
 
 def require_stock_message(message: BaseChatMessage) -> None:
-    """Check a message and its content. Raises: NotForecastable, see :func:`require_stock`."""
+    """Check a message and its content, as :func:`require_stock` does."""
     if type(message).__pydantic_generic_metadata__["origin"] is not StructuredMessage:
         require_stock(message, *_MESSAGES)
         return
@@ -180,7 +174,7 @@ def require_stock_message(message: BaseChatMessage) -> None:
 
 
 def _require_stock_agent(agent: Any) -> None:
-    """Check an agent and what it holds. Raises: NotForecastable, see :func:`require_stock`."""
+    """Check an agent, its workbenches and its tools, as :func:`require_stock` does."""
     if type(agent) not in _AGENTS:
         raise NotForecastable(f"it is a {type(agent).__name__}, not a stock AssistantAgent")
     require_stock(agent, *_AGENTS)
@@ -201,7 +195,7 @@ def _require_stock_agent(agent: Any) -> None:
 
 
 def unwrapped(agent: Any) -> Any:
-    """Return the agent that message filters are around, or the agent itself."""
+    """Return the agent inside message filters, or the agent itself."""
     while isinstance(agent, MessageFilterAgent):
         agent = agent._wrapped_agent
     return agent
@@ -214,7 +208,7 @@ def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
 
 
 def why_rewritten(agent: Any, included: bool) -> str | None:
-    """Return why the message that others get may differ from its model's text, if it may.
+    """Return why others may get a message other than its model's text, or ``None``.
 
     Args:
         included: whether the user listed the agent in ``include``, and so promised that the
@@ -233,19 +227,19 @@ def why_rewritten(agent: Any, included: bool) -> str | None:
 def agent_dry_runs(
     agent: Any, received: Sequence[BaseChatMessage], included: bool = False
 ) -> list[DryRun]:
-    """Return dry runs of an agent's next turn; two if its memory may or may not find something.
+    """Return dry runs of an agent's next turn; two if its memory may find something.
 
     Args:
         received: messages it has received since its last turn.
-        included: whether the user listed the agent in ``include``, i.e. allows its own
-            (non-AutoGen) code to be run.
+        included: whether the user listed the agent in ``include``, and so allows its user-defined
+            code to be run.
 
-    Raises: NotForecastable if the agent has no FlashMoA client or has a team, which a dry run would
-        run, or if it is not included and a dry run would run code that is not AutoGen's own.
+    Raises: NotForecastable if the agent has no FlashMoA client or has a team, or if it is not
+        included and a dry run would run code that is not AutoGen's.
     """
     client = make_capturing_client(agent, included)
     if isinstance(unwrapped(agent), SocietyOfMindAgent):
-        # A copy of it would run the same team.
+        # A copy of the agent would run the same team.
         raise NotForecastable("it has a team of its own, which is not linked")
     if not included:
         _require_stock_agent(agent)
@@ -265,10 +259,10 @@ def agent_dry_runs(
 def manager_dry_run(manager: Any) -> DryRun:
     """Return a dry run of a manager's own next call.
 
-    That is the call with which a selector chooses the next speaker, or with which MagenticOne's
-    orchestrator updates its ledger.
+    In this call a selector chooses the next speaker, or MagenticOne's orchestrator updates its
+    ledger.
 
-    Raises: NotForecastable if the manager has no FlashMoA client, or is of an unknown class.
+    Raises: NotForecastable if the manager has no FlashMoA client, or is not AutoGen's.
     """
     client = make_capturing_client(manager, included=False)
     if not is_stock(manager, SelectorGroupChatManager, MagenticOneOrchestrator):
@@ -293,13 +287,11 @@ def manager_dry_run(manager: Any) -> DryRun:
 def summary_dry_run(
     agent: SocietyOfMindAgent, said: Sequence[BaseChatMessage], included: bool = False
 ) -> DryRun:
-    """Return a dry run of the call with which an agent sums up what its inner team has said.
+    """Return a dry run of an agent's call that sums up the run of its inner team.
 
     Args:
         said: messages of the inner team's run so far.
-        included: see :func:`agent_dry_runs`.
-
-    Raises: NotForecastable, see :func:`agent_dry_runs`.
+        included: see :func:`agent_dry_runs`, also for exceptions.
     """
     client = make_capturing_client(agent, included)
     if not included:
@@ -310,7 +302,7 @@ def summary_dry_run(
     async def run(future: Sequence[BaseChatMessage]) -> ChatRequest:
         shadow: Any = copy.copy(agent)
         shadow._model_client = client
-        # Earlier messages go to the inner team only, and never into the prompt of the summary.
+        # Earlier messages go to the inner team only, never into the prompt of the summary.
         shadow._model_context = UnboundedChatCompletionContext()
         shadow._team = _FinishedTeam([*said, *future])
         return await _call_of_turn(shadow, [])
@@ -328,19 +320,19 @@ def make_capturing_client(caller: Any, included: bool) -> CapturingClient:
 
 
 def _memory_alternatives(agent: Any) -> list[Any]:
-    """Return the values of the agent's ``_memory`` to try, one for each dry run."""
+    """Return the values of ``_memory`` for dry runs of an agent."""
     memories: Sequence[Any] | None = getattr(unwrapped(agent), "_memory", None)
     if not memories:
         return [None]
-    # ListMemory only returns what it holds, so the copy may use it. Querying any other memory may
-    # cost something or change it: try once with nothing found and once with something.
+    # Querying a ListMemory is free and changes nothing. Other memories are not queried: one dry run
+    # has no find, another an unknown find.
     if all(is_stock(memory, ListMemory) for memory in memories):
         return [list(memories)]
     return [None, [_UnknownMemory()]]
 
 
 def _make_shadow(agent: Any, client: CapturingClient, memory: Any) -> Any:
-    """Return a copy of an agent that can take its turn without changing the agent."""
+    """Return a copy of an agent whose turn does not change the agent."""
     shadow: Any = copy.copy(agent)
     if isinstance(agent, MessageFilterAgent):
         shadow._wrapped_agent = _make_shadow(agent._wrapped_agent, client, memory)
@@ -350,7 +342,7 @@ def _make_shadow(agent: Any, client: CapturingClient, memory: Any) -> Any:
         shadow._model_context = clone_context(agent._model_context)
         shadow._memory = memory
         return shadow
-    # The attributes of any other class are unknown: all of its containers are copied.
+    # The attributes of user-defined classes are unknown: copy all containers.
     for name, value in list(cast("dict[str, Any]", vars(shadow)).items()):
         if isinstance(value, ChatCompletionContext):
             setattr(shadow, name, clone_context(value))
@@ -379,13 +371,11 @@ def own_request(
 ) -> RequestAfterTools | None:
     """Return the request that an agent makes after the tools of its answer, if it makes one.
 
-    Call this while the agent still waits for the answer: its context is read.
+    This reads the agent's context: call it while the agent still waits for the answer.
 
     Args:
         name: the agent's name in its team.
-        included: see :func:`agent_dry_runs`.
-
-    Raises: NotForecastable, see :func:`agent_dry_runs`.
+        included: see :func:`agent_dry_runs`, also for exceptions.
     """
     subject: Any = agent
     calls = answer.called.calls

@@ -28,9 +28,8 @@ from flashmoa.link.prompt import UNCERTAIN, Placeholders, Prompt
 from flashmoa.observe import Listener
 from flashmoa.observe.report import Report
 
-_LONGEST_DELIVERY_SECONDS = 1.0
-# How long links for a team's next run are kept after its run has ended. There are none after its
-# first run: programs often make a team for each request.
+# Links for a team's next run are kept for this time after the end of its run. The first run gets no
+# such links, because programs often make a team for each request.
 _NEXT_RUN_SECONDS = 10.0
 
 
@@ -41,10 +40,10 @@ def link(
     include: Collection[str] = (),
     **options: Unpack[LinkOptions],
 ) -> TeamLink:
-    """Link a team's agents: each one's tokens stream into the prompts of those after it.
+    """Link a team's agents: each agent's tokens stream into the prompts of agents after it.
 
-    Call it once after building the team; runs, prompts and answers stay the same. The known parts
-    of every later prompt (system prompt, tools, task) are prefilled as soon as the team starts.
+    Call it once after building the team; runs, prompts and answers stay the same. Engines prefill
+    the known parts of every later prompt (system prompt, tools, task) as soon as the team starts.
     Teams within the team are linked, too. Linking a team again replaces the first link.
 
     Args:
@@ -52,15 +51,15 @@ def link(
             ``MagenticOneGroupChat``. Its agents' model clients must be
             ``FlashMoAChatCompletionClient``. These agents run unlinked: agents with other clients,
             agents that are not a stock ``AssistantAgent`` (alone or in a ``MessageFilterAgent``),
-            and agents that override methods which build their prompts. Linking runs no code but
-            AutoGen's own.
+            and agents that override methods which build their prompts. Linking only runs AutoGen's
+            own code.
         kv_share: the share of an engine's KV pool for agents that may speak next but need not.
             Only a team that chooses its speakers has such agents.
-        include: names of agents to link although they are of user-defined classes, or hold a
-            user-defined workbench, tool or client. To predict its next prompt, such an agent is
-            run on a copy, up to its model call. It must keep its model client as ``_model_client``,
-            send others exactly its model's text, and change nothing before the call but its own
-            lists, dicts, sets and contexts.
+        include: names of agents to link although their classes are user-defined, or they have a
+            user-defined workbench, tool or client. To predict its next prompt, a copy of such an
+            agent is run up to its model call. The agent must keep its model client as
+            ``_model_client``, send others exactly its model's text, and before the call change
+            only its own lists, dicts, sets and contexts.
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Raises:
@@ -82,7 +81,7 @@ def link(
 
 
 def link_caller(**options: Unpack[LinkOptions]) -> None:
-    """Link the team on whose behalf a client is being called, if there is one (``auto_link``)."""
+    """Link the team whose agent is calling its client, unless it is linked (``auto_link``)."""
     parts = TeamParts.of_caller()
     if parts is None or link_of(parts.owner) is not None:
         return
@@ -91,13 +90,16 @@ def link_caller(**options: Unpack[LinkOptions]) -> None:
         TeamLink(parts, settings, settings.listen())
 
 
+FlashMoAChatCompletionClient._link_caller = staticmethod(link_caller)
+
+
 class TeamLink(LinkedTeam["TeamLinkPlanner"]):
-    """Links one team and the teams within it, until it or the team's clients are closed.
+    """Links a team and the teams within it, until it or the team's clients are closed.
 
     Use :func:`link` to make one.
 
     Args:
-        outer: the report of the linked team that this one is within, if it is within one.
+        outer: the report of the linked team around this team, if there is one.
     """
 
     def __init__(
@@ -162,7 +164,6 @@ def _all_agents(parts: TeamParts) -> dict[str, Any]:
 
 
 def _find_clients(parts: TeamParts) -> set[FlashMoAChatCompletionClient]:
-    """Return the clients that a team's agents and its manager call."""
     callers = [parts.owner, *parts.participants]
     return {client for caller in callers if (client := client_of(caller)) is not None}
 
@@ -187,11 +188,11 @@ class TeamSettings(LinkSettings):
 
 
 class TeamLinkPlanner(LinkPlanner):
-    """Plans the links of one team.
+    """Plans the links of a team.
 
     Args:
-        inner: the planners of the teams within this one, by the name of the member (the inner team
-            itself, or the ``SocietyOfMindAgent`` that has it).
+        inner: the planners of the teams within this team, by the name of the member (the inner team
+            itself, or its ``SocietyOfMindAgent``).
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class TeamLinkPlanner(LinkPlanner):
         super().__init__(listener, settings, kv_share=settings.kv_share)
         self._members = members
         self._inner = inner
-        # How many runs have begun, and the last of them until its end is noticed.
+        # The number of runs so far, and the last run until its end is noticed.
         self._runs = 0
         self._run: object = None
 
@@ -215,7 +216,7 @@ class TeamLinkPlanner(LinkPlanner):
     def begin(
         self, agent: str, request: CallRequest, rewritten: str | None = None, linkable: bool = True
     ) -> LinkedCall:
-        # A run may follow before the end of the one before is noticed.
+        # A run may begin before the end of the previous run is noticed.
         run = self._members.current_run
         if run is not None and run is not self._run:
             self._run, self._runs, self._has_begun = run, self._runs + 1, False
@@ -233,7 +234,7 @@ class TeamLinkPlanner(LinkPlanner):
         return [turn for turn in turns if turn.agent not in self._inner]
 
     async def expect(self, turn: Turn) -> ExpectedRequest:
-        """Return what the agent of a turn will send, as dry runs of its code show."""
+        """Return the next request of a turn's agent, from dry runs of its code."""
         members, agent = self._members, turn.agent
         placeholders = Placeholders(turn.writers)
         futures = members.possible_futures(turn, placeholders)
@@ -255,9 +256,9 @@ class TeamLinkPlanner(LinkPlanner):
         return self._members.active_speakers() | {SUMMARY} | self._inner.keys()
 
     def take_link(self, agent: str, url: str) -> Link | None:
-        """Return the link to the prompt of a call that has arrived, and hold it no longer.
+        """Return the link to the prompt of a call that has arrived, and drop it here.
 
-        The link to a ``SocietyOfMindAgent``'s call is held by its inner team's planner.
+        The planner of the inner team has the link to a ``SocietyOfMindAgent``'s call.
         """
         inner = self._inner.get(agent)
         return super().take_link(agent, url) if inner is None else inner.take_link(SUMMARY, url)
@@ -268,10 +269,10 @@ class TeamLinkPlanner(LinkPlanner):
             self._plan_again(call)
 
     def _plan_again(self, call: LinkedCall) -> None:
-        """Plan again once the message is delivered, if a prompt depends on the order of messages.
+        """Plan again after the delivery of the message, if a prompt depends on message order.
 
-        Such a prompt is known only up to the first text whose place is uncertain; with one more
-        message delivered, more of it is certain.
+        Such a prompt is known up to the first text with an uncertain place, which moves on with
+        each delivered message.
         """
         readers = [link.agent for link in self.waiting_for(UNCERTAIN)]
         counts = {name: len(self._members.received(name)) for name in readers if name != MANAGER}
@@ -279,7 +280,7 @@ class TeamLinkPlanner(LinkPlanner):
             self.host.start(lambda: self._plan_when_delivered(call, counts))
 
     def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
-        """Return the agent's next request, if it will make one; learn the results of its tools."""
+        """Return the agent's next request, if it will make one, and learn its tools' results."""
         if not isinstance(answer, ToolAnswer):
             return None
         request = self._members.own_request(agent, answer)
@@ -297,16 +298,12 @@ class TeamLinkPlanner(LinkPlanner):
         return request
 
     async def _plan_when_delivered(self, call: LinkedCall, counts: Mapping[str, int]) -> None:
-        """Plan again once every reader has received more messages than it had.
-
-        Args:
-            counts: how many messages each reader had received, by its name.
-        """
+        """Plan again once every reader has received more messages than in ``counts``."""
         received = self._members.received
-        with anyio.move_on_after(_LONGEST_DELIVERY_SECONDS):
+        with anyio.move_on_after(1.0):
             while not all(len(received(name)) > count for name, count in counts.items()):  # noqa: ASYNC110
                 await anyio.sleep(DELIVERY_SECONDS)
-        # The call's text is among the messages now, so that no link waits for it.
+        # The call's text is among the messages now: no link waits for it.
         self.drop_call(call)
         if self.running:
             self.caller = next(iter(self.running))
@@ -337,9 +334,9 @@ class TeamLinkPlanner(LinkPlanner):
 
 
 def has_received(received: int, expected: int, prompt: Prompt) -> bool:
-    """Return whether an agent that calls its model has received the messages that its link expects.
+    """Return whether a calling agent has received the messages that its link expects.
 
-    It has not if the team was stopped before that, and was run again or reset.
+    It has not if the team was stopped too early, and was then run again or reset.
     """
     if prompt.is_complete:
         return received == expected
@@ -347,10 +344,10 @@ def has_received(received: int, expected: int, prompt: Prompt) -> bool:
 
 
 def awaits(turn: Turn, missing: int, prompt: Prompt) -> bool:
-    """Return whether a prompt waits for the writers of a turn, and for no more messages.
+    """Return whether a prompt waits for exactly the writers of a turn.
 
     Args:
-        missing: how many of the expected messages the agent has not received.
+        missing: number of expected messages that the agent has not received.
     """
     awaited = {slot.name for slot in prompt.slots if slot.is_open}
     return UNCERTAIN not in awaited and awaited == set(turn.writers) and len(awaited) <= missing
@@ -362,7 +359,7 @@ async def predict_requests(
     """Return the different requests that an agent may make.
 
     Args:
-        dry_runs: dry runs of its next turn; several if its prompt depends on unknown things.
+        dry_runs: dry runs of its next turn, one for each possibility.
         futures: the messages it may receive until then, one list for each possibility.
 
     Raises: NotForecastable, see :data:`DryRun`.

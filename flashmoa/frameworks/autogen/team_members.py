@@ -1,11 +1,12 @@
-"""Look up the members of a running team, who may speak next, and what each will have received then.
+"""Look up a running team's members, the turns that may follow, and the messages before each turn.
 
-Nothing is called that could have effects: no selector function, no termination condition.
+This calls nothing that may have effects: no selector function, no termination condition.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,13 @@ from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.expected import Turn, Writers
 from flashmoa.link.prompt import NotForecastable, Placeholders
 
-# Stands for the manager's own calls (Selector, MagenticOne); no participant can have this name.
+# The name of the manager's own calls (Selector, MagenticOne); no participant can have this name.
 MANAGER = "(manager)"
-# Stands for the call of a SocietyOfMindAgent that reads what its inner team has said.
+# The name of a SocietyOfMindAgent's call that sums up its inner team's run.
 SUMMARY = "(summary)"
 
-# AutoGen's own selector prompt lists the candidates, who change each turn, before the conversation,
-# so that the conversation is not found in the cache the next time. The beginning of this prompt
-# stays the same from turn to turn.
+# AutoGen's own selector prompt has the candidates before the conversation. As they change with each
+# turn, the cache never has the conversation. The beginning of this prompt stays the same.
 SELECTOR_PROMPT = """You decide who speaks next in a conversation. Who takes part:
 {roles}
 
@@ -61,19 +61,19 @@ The conversation so far:
 {history}
 
 Which one of {participants} should speak next? Answer with that name and nothing else."""
-# Stands for one more message, of unknown text and source.
+# One more message, with unknown text and source.
 _UNKNOWN_MESSAGE = TextMessage(content="?", source="x")
 
 
 @dataclass(frozen=True, slots=True)
 class TeamParts:
-    """Holds the parts of one team.
+    """The parts of a team.
 
     Attributes:
-        owner: the object that the link is kept on, so that both live equally long.
+        owner: the object that keeps the link, so that both live equally long.
         participants: the team's agents and inner teams.
         manager_type: the type (in AutoGen's ids) of the agent that decides who speaks.
-        reader: the ``SocietyOfMindAgent`` whose inner team this is, if it is one.
+        reader: the ``SocietyOfMindAgent`` that has this team as its inner team, if one has.
     """
 
     owner: Any
@@ -98,9 +98,9 @@ class TeamParts:
 
     @classmethod
     def of_caller(cls) -> TeamParts | None:
-        """Return the parts of the team on whose behalf this code runs.
+        """Return the parts of the team whose member runs this code.
 
-        ``None`` outside a team, or if its runtime does not hold its agents in this process.
+        ``None`` outside a team, or if the team's runtime keeps no agents in this process.
         """
         kinds = (ChatAgentContainer, BaseGroupChatManager)
         caller = next((one for one in owners() if isinstance(one, kinds)), None)
@@ -132,7 +132,7 @@ class TeamMembers:
     def __init__(self, parts: TeamParts, include: Collection[str]) -> None:
         self._parts = parts
         self._include = include
-        # The manager and the containers that have been found so far.
+        # The manager and the containers found so far.
         self._instances: dict[str, Any] = {}
 
     @property
@@ -141,22 +141,22 @@ class TeamMembers:
 
     @property
     def current_run(self) -> object:
-        """Return an object that is another one in each run of a team with a runtime of its own.
+        """An object that is different in each run, if the team has its own runtime.
 
-        ``None`` while that does not run.
+        ``None`` while that runtime does not run.
         """
         runtime = self._parts.runtime
         return getattr(runtime, "_run_context", runtime)
 
     @property
     def unknown_manager(self) -> str | None:
-        """The name of the manager's class, if it chooses speakers by unknown rules."""
+        """The name of the manager's class, if its rules are not AutoGen's."""
         manager = self._instances.get(MANAGER)
         is_known = manager is None or is_stock(manager, *_RULES)
         return None if is_known else type(manager).__name__
 
     def name_of(self, agent: AgentId) -> str | None:
-        """Return the name of the member with this AutoGen agent id, if it is one of this team."""
+        """Return the name of the team's member with this AutoGen agent id, if there is one."""
         team_id = self._parts.team_id
         if agent.key != team_id:
             return None
@@ -166,16 +166,13 @@ class TeamMembers:
         return name if name != agent.type else None
 
     def is_own_call(self, name: str) -> bool:
-        """Return whether the call being made is that member's own.
-
-        It may also be the call of one of its tools, or of an agent that it uses as a tool.
-        """
+        """Return whether this member itself is calling, not one of its tools."""
         if name == MANAGER:
             return True
         return is_call_of(unwrapped(self._participant(name)))
 
     def why_rewritten(self, name: str) -> str | None:
-        """Return why the message that others get may differ from its model's text, if it may."""
+        """Return why others may get a message other than its model's text, or ``None``."""
         if name == MANAGER:
             return "it decides who speaks"
         member = self._participant(name)
@@ -186,8 +183,8 @@ class TeamMembers:
     async def upcoming(self, speaker: str) -> list[Turn]:
         """Return the turns that may follow while ``speaker`` writes, the likeliest first.
 
-        Every member in them is found first. So the turns, and all that is read of the team right
-        after this call, without an ``await`` in between, show the same moment.
+        This finds all members of the turns first. So the turns, and everything that is read after
+        this call without an ``await``, show the same moment.
         """
         manager = await self._find(MANAGER)
         await self._find(speaker)
@@ -204,11 +201,11 @@ class TeamMembers:
         return turns
 
     async def first_turns(self) -> list[Turn]:
-        """Return the first turns of the team's next run, once this run has ended.
+        """Return the first turns of the team's next run, after the end of a run.
 
-        Only agents that have received messages since their last model call are among them. There
-        are none for a ``SocietyOfMindAgent``'s team, which is reset after each run, and none after
-        a run that failed or was cancelled: its manager still waits for an agent.
+        They are turns of agents that have received messages since their last model call. There are
+        none for a ``SocietyOfMindAgent``'s team, which is reset after each run, and none after a
+        run that failed or was cancelled: its manager still waits for an agent.
         """
         manager = await self._find(MANAGER)
         if self._parts.reader is not None or self.active_speakers():
@@ -219,13 +216,13 @@ class TeamMembers:
         return [turn for turn in turns if self.received(turn.agent)]
 
     def active_speakers(self) -> set[str]:
-        """Return the names of the agents that the manager has asked to speak and waits for."""
+        """Return the names of the agents that the manager waits for."""
         return set(self._instances[MANAGER]._active_speakers)
 
     def received(self, agent: str) -> list[BaseChatMessage]:
         """Return the messages that an agent has received since its last turn.
 
-        For the manager and for ``SUMMARY``: all messages of the run so far.
+        The manager and ``SUMMARY`` have received all messages of the run so far.
         """
         if agent == SUMMARY:
             return self._team_messages()
@@ -235,10 +232,9 @@ class TeamMembers:
         return list(self._container(agent)._message_buffer)
 
     def count_received_since(self, agent: str) -> Callable[[], int | None]:
-        """Return a function that returns how many messages an agent has received since this call.
+        """Return a function that counts the messages an agent has received since this call.
 
-        The function returns ``None`` once the agent or its team was reset, or the agent has had a
-        turn.
+        It returns ``None`` after the agent or its team was reset, or the agent has had a turn.
         """
         thread: list[Any] = self._instances[MANAGER]._message_thread
         before, thread_length = self.received(agent), len(thread)
@@ -275,21 +271,18 @@ class TeamMembers:
         return agent_dry_runs(self._caller(agent), self.received(agent), included)
 
     def own_request(self, name: str, answer: ToolAnswer) -> RequestAfterTools | None:
-        """Return what an agent asks when the tools of its answer have run, if it asks anything.
-
-        Raises: NotForecastable, see :func:`agent_dry_runs`.
-        """
+        """Return the agent's request after the tools of its answer; see :func:`own_request`."""
         agent, included = self._assistant(name), name in self._include
         return None if agent is None else own_request(name, agent, answer, included)
 
     def possible_futures(
         self, turn: Turn, placeholders: Placeholders
     ) -> list[Sequence[BaseChatMessage]]:
-        """Return what the agent of a turn may receive until then: one list for each possibility.
+        """Return the messages that a turn's agent may receive, one list for each possibility.
 
-        Writers of one step finish in any order, so each of them is first in one of the lists.
+        Writers in the same step finish in any order, so each is first in one of the lists.
 
-        Raises: NotForecastable if a writer is not held by AutoGen's own container.
+        Raises: NotForecastable if a writer is not in AutoGen's own container.
         """
         futures: list[Sequence[BaseChatMessage]] = []
         for order in turn.orders:
@@ -302,7 +295,7 @@ class TeamMembers:
     def _messages_in_order(
         self, order: Sequence[str], placeholders: Placeholders
     ) -> tuple[list[BaseChatMessage], bool]:
-        """Return the writers' messages, and whether these are all messages until the turn."""
+        """Return the writers' messages, and whether the agent gets no others until its turn."""
         messages: list[BaseChatMessage] = []
         for name in order:
             if not self._sends_one_message(name):
@@ -312,21 +305,21 @@ class TeamMembers:
         return messages, True
 
     def _team_messages(self) -> list[BaseChatMessage]:
-        """Return the messages of the team's members in this run, without the task."""
+        """Return the members' messages in this run, without the task."""
         manager = self._instances[MANAGER]
         names = {manager._name, *manager._participant_names}
         thread: list[Any] = manager._message_thread
         return [m for m in thread if isinstance(m, BaseChatMessage) and m.source in names]
 
     def _handoff_targets(self, name: str) -> set[str] | None:
-        """Return the agents that a member can hand off to; ``None`` if only its own code knows."""
+        """Return the agents that a member can hand off to; ``None`` if they are unknown."""
         agent = self._assistant(name)
         return None if agent is None else {handoff.target for handoff in agent._handoffs.values()}
 
     def _assistant(self, name: str) -> AssistantAgent | None:
-        """Return the ``AssistantAgent`` that a participant is, or filters messages for.
+        """Return the ``AssistantAgent`` of a participant, also from within message filters.
 
-        ``None`` if it is of another class, unless that is a subclass and the user included it.
+        An agent of a subclass only counts if the user included it.
         """
         agent = unwrapped(self._participant(name))
         included = name in self._include and isinstance(agent, AssistantAgent)
@@ -335,7 +328,7 @@ class TeamMembers:
     def _sends_one_message(self, name: str) -> bool:
         """Return whether a member's turn gives others exactly one message.
 
-        A team sends any number, and a handoff comes with the results of other tools.
+        A team sends any number of messages. A handoff comes with the results of other tools.
         """
         if name != MANAGER and isinstance(self._caller(name), Team):
             return False
@@ -345,7 +338,7 @@ class TeamMembers:
         return next((one for one in self._parts.participants if one.name == name), None)
 
     def _caller(self, agent: str) -> Any:
-        """Return the agent or manager that makes the calls which ``agent`` stands for."""
+        """Return the agent or manager that makes the calls with the name ``agent``."""
         if agent == SUMMARY:
             return self._parts.reader
         return self._instances[MANAGER] if agent == MANAGER else self._container(agent)._agent
@@ -371,29 +364,23 @@ class TeamMembers:
 def upcoming_turns(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
     """Return the turns that may follow while ``speaker`` writes, the likeliest first.
 
-    The speaker's own next turn is not among them: its text becomes an assistant message there,
-    which cannot be known before the text is complete.
+    The speaker's own next turn is left out: there its text is an assistant message, which cannot be
+    known before the text is complete.
     """
-    for kind, rule in _RULES.items():
-        if is_stock(manager, kind):
-            return rule(manager, speaker)
-    return []
+    return _RULES[type(manager)](manager, speaker) if is_stock(manager, *_RULES) else []
 
 
 def first_turns(manager: BaseGroupChatManager) -> list[Turn]:
-    """Return the first turns of a team's next run, once this one has ended.
+    """Return the first turns of a team's next run, after the end of a run.
 
-    There are none if the next task decides who begins. None of them is sure, as that task is not
-    known yet.
+    There are none if the next task decides who begins. As this task is unknown, no turn is sure.
     """
-    for kind, rule in _FIRST_RULES.items():
-        if is_stock(manager, kind):
-            return [Turn(name, sure=False) for name in rule(manager)]
-    return []
+    names = _FIRST_RULES[type(manager)](manager) if is_stock(manager, *_FIRST_RULES) else []
+    return [Turn(name, sure=False) for name in names]
 
 
 def summary_turn(turns: Sequence[Turn], speaker: str) -> Turn:
-    """Return the turn of a ``SocietyOfMindAgent`` if its team ends with those who write now.
+    """Return the turn of a ``SocietyOfMindAgent`` if its team ends after the present writers.
 
     Args:
         turns: see :func:`upcoming_turns`.
@@ -403,31 +390,32 @@ def summary_turn(turns: Sequence[Turn], speaker: str) -> Turn:
     return Turn(SUMMARY, (frozenset([speaker]).union(*writing_now),), sure=False)
 
 
+def _turns_left(manager: Any) -> int:
+    if manager._max_turns is None:
+        return sys.maxsize
+    # AutoGen counts the present turn when it ends.
+    return max(0, manager._max_turns - manager._current_turn - 1)
+
+
 def _round_robin_turns(manager: Any, speaker: str) -> list[Turn]:
     names = list(manager._participant_names)
     position = names.index(speaker)
-    order = names[position + 1 :] + names[:position]
-    if manager._max_turns is not None:
-        # The turn being taken is counted when it ends.
-        order = order[: max(0, manager._max_turns - manager._current_turn - 1)]
+    order = (names[position + 1 :] + names[:position])[: _turns_left(manager)]
     steps = [frozenset([name]) for name in [speaker, *order]]
     return [Turn(name, tuple(steps[: place + 1])) for place, name in enumerate(order)]
 
 
 def _graph_turns(manager: Any, speaker: str) -> list[Turn]:
-    """Follow the graph: the next step begins when every agent of this one has finished."""
+    """Follow the graph: a step begins when all agents of the previous step have finished."""
     run = _GraphRun(manager)
     active = list(manager._active_speakers)
     if speaker not in active:
         active.append(speaker)
-    steps_left = None
-    if manager._max_turns is not None:
-        steps_left = manager._max_turns - manager._current_turn - 1
     turns: list[Turn] = []
     steps: list[Writers] = []
     seen = set(active)
     sure = True
-    while active and (steps_left is None or len(steps) < steps_left):
+    while active and len(steps) < _turns_left(manager):
         steps.append(frozenset(active))
         sure = run.finish(active) and sure
         active = run.drain()
@@ -451,9 +439,9 @@ class _GraphRun:
         self._ready: deque[str] = deque(manager._ready)
 
     def finish(self, names: Sequence[str]) -> bool:
-        """Continue as if these agents had spoken and their edges' conditions held.
+        """Continue as if these agents had spoken and the conditions of their edges held.
 
-        Returns: whether there was no condition.
+        Returns: whether no edge had a condition.
         """
         edges = [edge for name in names for edge in self._edges.get(name, ())]
         for edge in edges:
@@ -486,7 +474,7 @@ class _GraphRun:
 
 
 def _selector_turns(manager: Any, speaker: str) -> list[Turn]:
-    if speaker != MANAGER and _is_last_turn(manager):
+    if speaker != MANAGER and not _turns_left(manager):
         return []
     after = () if speaker == MANAGER else (frozenset([speaker]),)
     previous = manager._previous_speaker
@@ -503,16 +491,12 @@ def _selector_turns(manager: Any, speaker: str) -> list[Turn]:
 
 
 def _asks_model(manager: Any) -> bool:
-    """Return whether a model selects the speaker, and not a function of the user's."""
+    """Return whether a model selects the speaker, not a function of the user's."""
     return manager._selector_func is None and manager._candidate_func is None
 
 
-def _is_last_turn(manager: Any) -> bool:
-    return manager._max_turns is not None and manager._current_turn + 1 >= manager._max_turns
-
-
 def _sort_by_habit(manager: Any, speaker: str | None) -> list[str]:
-    """Return the participants, those who followed ``speaker`` most often so far first."""
+    """Return the participants, the most frequent followers of ``speaker`` so far first."""
     names = list(manager._participant_names)
     spoke = [m.source for m in manager._message_thread if m.source in names]
     followed = [after for before, after in pairwise(spoke) if before == speaker]
@@ -520,21 +504,21 @@ def _sort_by_habit(manager: Any, speaker: str | None) -> list[str]:
 
 
 def _swarm_turns(manager: Any, speaker: str) -> list[Turn]:
-    """Return the turns of those the speaker may hand off to.
+    """Return the turns of the agents that the speaker may hand off to.
 
-    No writer is named: what comes before the handoff's message (a thought of the speaker's,
-    results of its other tools) cannot be known.
+    Their prompts wait for no writer: the texts before the handoff's message (a thought of the
+    speaker, results of its other tools) are unknown.
     """
-    if _is_last_turn(manager):
+    if not _turns_left(manager):
         return []
     names = [name for name in _sort_by_habit(manager, speaker) if name != speaker]
     return [Turn(name, sure=False) for name in names]
 
 
 def _magentic_turns(manager: Any, speaker: str) -> list[Turn]:
-    """Return the orchestrator's turn after each agent's, and the agents' turns after that.
+    """Return the orchestrator's turn after the speaker's, and the other agents' turns after it.
 
-    The orchestrator cuts its instruction out of JSON, so that its text never arrives as written.
+    The orchestrator cuts its instruction out of JSON, so that others never get its text as written.
     """
     if speaker == MANAGER:
         return [
@@ -563,7 +547,7 @@ def _first_of_selector(manager: Any) -> list[str]:
 def _first_of_swarm(manager: Any) -> list[str]:
     handoffs = [m for m in manager._message_thread if isinstance(m, HandoffMessage)]
     first = handoffs[-1].target if handoffs else manager._current_speaker
-    # The last handoff may be to the user, who then says who goes on.
+    # The last handoff may be to the user, who then hands off.
     return [first] if first in manager._participant_names else []
 
 

@@ -26,17 +26,14 @@ from flashmoa.observe.summary import (
 )
 
 _SCRIPTS = ("format.js", "card.js", "layout.js", "chart.js", "view.js", "page.js")
-# How many characters of an answer, and how many decimals of a time, the page gets.
-_TEXT_LENGTH = 200
-_TIME_DECIMALS = 4
 
 
 def page(events: Sequence[Event], title: str) -> str:
     """Return an HTML document of a run's events, headed by ``title``.
 
     Agents' names and texts may contain anything that users and models wrote. They are data in a
-    script element, which they cannot close, and are put on the page as text only. The page's policy
-    allows no script but its own (Content Security Policy Level 3, hashes).
+    script element, which they cannot close, and the script shows them as text. The page's policy
+    allows only the page's own script (Content Security Policy Level 3, hashes).
     """
     script = "\n".join(['"use strict";', *(_read_part(name) for name in _SCRIPTS)])
     style = _read_part("page.css")
@@ -65,21 +62,21 @@ def _escape_json(text: str) -> str:
 
 @dataclass(slots=True)
 class _PageLane:
-    """Places the calls of an agent on an engine; calls that overlap get separate rows."""
+    """Places an agent's calls to an engine; calls that overlap get separate rows."""
 
     agent: str
     engine: str
     models: set[str] = field(default_factory=set[str])
-    # For each row: when its last call ends, and when the last prefill ahead of its calls ends.
+    # The end of each row's last call, and the end of the last prefill ahead of its calls.
     rows: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     def place(self, call: Call, end: float) -> int:
-        """Return the row of a call that ends at ``end``; earlier calls are placed first."""
-        spans = _spans(call)
-        start, ahead = call.started.at, spans[0][0] if spans else call.started.at
-        prefilled = spans[-1][1] if spans else ahead
+        """Return the row of a call that ends at ``end``. Place calls in starting order."""
+        start = call.started.at
+        spans = _spans(call) or [(start, start, 0)]
+        first_prefill, prefilled = spans[0][0], spans[-1][1]
         for number, (last_end, last_prefill) in enumerate(self.rows):
-            if last_end <= start and last_prefill <= ahead:
+            if last_end <= start and last_prefill <= first_prefill:
                 self.rows[number] = (end, max(last_prefill, prefilled))
                 return number
         self.rows.append((end, prefilled))
@@ -89,9 +86,9 @@ class _PageLane:
 def run_data(events: Sequence[Event]) -> dict[str, Any]:
     """Return the lanes, calls, notes and figures of a run as JSON values, for the page's script.
 
-    Times are seconds since the first event. Each of ``calls`` refers to one of ``lanes`` by its
-    index. Its ``from`` has the indices of the calls whose text it got, and the times at which this
-    flowed. A call that is not known to have ended is shown up to the last event.
+    Times are seconds since the first event. A call has the index of its lane. Its ``from`` lists
+    the calls that it got text from: the index of each call, and the start and end of the handoff.
+    A call without a known end ends at the last event.
     """
     run_calls, run_notes = calls(events), notes(events)
     begin, end = _bounds(events, run_calls)
@@ -119,7 +116,7 @@ def _make_lanes(
 ) -> dict[tuple[str, str], _PageLane]:
     """Make a lane for each agent on an engine, by the agent's name and the engine's URL.
 
-    Lanes of one engine stand together, in the order of their first calls.
+    Lanes with the same engine stand together, in the order of their first calls.
     """
     keys = [(call.agent, call.started.engine) for call in run_calls]
     engine_of = dict(keys)
@@ -156,7 +153,7 @@ def _calls_data(
                 "failed": call.ended.error if isinstance(call.ended, CallFailed) else None,
                 "open": call.ended is None,
                 "model": call.started.model,
-                "text": call.finished.text[:_TEXT_LENGTH] if call.finished is not None else "",
+                "text": call.finished.text[:200] if call.finished is not None else "",
                 "link": link_status(call),
                 "spans": [
                     [_time(start, begin), _time(stop, begin), tokens]
@@ -199,4 +196,4 @@ def _spans(call: Call) -> list[tuple[float, float, int]]:
 
 
 def _time(at: float, begin: float) -> float:
-    return round(at - begin, _TIME_DECIMALS)
+    return round(at - begin, ndigits=4)

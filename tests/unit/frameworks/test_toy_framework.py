@@ -19,7 +19,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_linked_run_equals_an_unlinked_one_and_its_prompts_were_prefilled() -> None:
+async def test_a_linked_run_equals_an_unlinked_one() -> None:
     async with hung_engine() as server, WaitingEngine(server.url) as engine:
         relay = Relay([Speaker(name, engine) for name in ("planner", "writer", "editor")])
         assert await relay.run("Go.") == TEXT

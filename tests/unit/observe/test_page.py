@@ -14,9 +14,8 @@ from flashmoa.observe import CallFinished, CallStarted, Event, LinkDeclined
 from flashmoa.observe import page as page_module
 from flashmoa.observe.page import page, run_data
 from flashmoa.observe.summary import NoteKind
-from flashmoa.observe.trace import Trace
 from tests.integration.page.runs import HOSTILE, hostile, long_run
-from tests.unit.observe.test_trace import RUN
+from tests.unit.observe.test_trace import RUN, write
 
 
 def embedded(document: str) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def test_every_kind_of_note_has_a_badge() -> None:
     assert set(re.findall('"([a-z ]+)": "', badges)) == set(get_args(NoteKind))
 
 
-def test_concurrent_calls_of_one_agent_get_separate_rows() -> None:
+def test_concurrent_calls_get_separate_rows() -> None:
     events: list[Event] = []
     for name, start, end in (("1", 0, 5), ("2", 1, 3), ("3", 4, 6), ("4", 6, 7)):
         who = {"agent": "A", "engine": "http://e", "call_id": name}
@@ -56,7 +55,7 @@ def test_concurrent_calls_of_one_agent_get_separate_rows() -> None:
     assert data["lanes"][0]["rows"] == 2
 
 
-def test_agent_without_a_call_gets_a_lane_for_its_notes() -> None:
+def test_an_agent_without_a_call_gets_a_lane() -> None:
     declined = LinkDeclined(agent="C", engine="", at=3.0, reason="why")
     data = run_data([*RUN, declined])
     assert data["lanes"][-1]["agent"] == "C" and data["notes"][0]["lane"] == 2
@@ -70,7 +69,7 @@ def test_page_is_one_file_that_loads_nothing() -> None:
     assert document.count("<script") == 2
 
 
-def test_agents_texts_cannot_break_out_of_their_element() -> None:
+def test_texts_cannot_break_out_of_their_element() -> None:
     document = page(hostile(), HOSTILE)
     assert embedded(document)["lanes"][0]["agent"] == HOSTILE
     assert "<img" not in document and document.count("</script>") == 2
@@ -78,10 +77,7 @@ def test_agents_texts_cannot_break_out_of_their_element() -> None:
 
 
 def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, file = tmp_path / "run.json", tmp_path / "run.html"
-    listener = Trace(trace)
-    for event in RUN:
-        listener(event)
+    trace, file = write(tmp_path / "run.json", RUN), tmp_path / "run.html"
     assert command.main([str(trace), "--html", str(file)]) == 0
     shown = capsys.readouterr().out
     assert f"For a browser: {file}" in shown

@@ -15,7 +15,7 @@ from flashmoa.observe.calls import Call
 from flashmoa.observe.prefix_breaks import PrefixBreak, find_breaks, group_breaks
 
 Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]]
+Tools = Sequence[dict[str, Any]]
 
 SYSTEM = {"role": "system", "content": "You are a writer."}
 TASK = {"role": "user", "content": "Write a plan."}
@@ -29,7 +29,7 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
 
 def call(
     messages: Messages,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Tools = (),
     *,
     agent: str = "writer",
     at: float = 0.0,
@@ -45,12 +45,8 @@ def call(
 
 
 def used(prompt: int, cached: int | None, streamed: int | None = None) -> PromptUsage:
-    return PromptUsage(
-        prompt_tokens=prompt,
-        completion_tokens=5,
-        cached_tokens=cached,
-        streamed_tokens=streamed,
-    )
+    counts: dict[str, Any] = {"cached_tokens": cached, "streamed_tokens": streamed}
+    return PromptUsage(prompt_tokens=prompt, completion_tokens=5, **counts)
 
 
 def only_break(earlier: Call, later: Call) -> PrefixBreak:
@@ -59,13 +55,13 @@ def only_break(earlier: Call, later: Call) -> PrefixBreak:
 
 
 def compare(
-    old: Messages, new: Messages, old_tools: Tools | None = None, new_tools: Tools | None = None
+    old: Messages, new: Messages, old_tools: Tools = (), new_tools: Tools = ()
 ) -> PrefixBreak:
-    return only_break(call(old, old_tools or []), call(new, new_tools or [], at=1.0))
+    return only_break(call(old, old_tools), call(new, new_tools, at=1.0))
 
 
-def system(text: str) -> Messages:
-    return [{"role": "system", "content": text}, TASK]
+def system(text: str, *more: dict[str, Any]) -> Messages:
+    return [{"role": "system", "content": text}, *(more or [TASK])]
 
 
 def user(text: str) -> dict[str, Any]:
@@ -99,7 +95,7 @@ def test_first_difference_is_the_first(
 
 
 @given(PROMPTS, TOOLS, PROMPTS, st.text("ab", min_size=1), st.booleans())
-def test_prompt_that_begins_with_the_one_before_is_never_reported(
+def test_a_prompt_that_goes_on_is_never_a_break(
     prompt: Messages, tools: Tools, more: Messages, answer: str, is_answered: bool
 ) -> None:
     own = [{"role": "assistant", "content": answer}] if is_answered else []
@@ -123,17 +119,11 @@ ONE, TWO, THREE = user("One."), user("Two."), user("Three.")
         ([SYSTEM, ONE], [user("Be brief."), ONE], "message 1 (user)", "system:", "user:"),
         ([SYSTEM], [{**SYSTEM, "content": "You"}], "the system message", " are a", "user"),
         ([SYSTEM, ONE, TWO], [SYSTEM, TWO, MORE], "message 2 (user)", "One.", "Two."),
-        (
-            [ONE, {**ANSWER, "name": "a"}, TWO],
-            [ONE, ANSWER, TWO],
-            "message 2 (assistant)",
-            " {",
-            "",
-        ),
+        ([ONE, {**ANSWER, "name": "a"}], [ONE, ANSWER], "message 2 (assistant)", " {", ""),
         ([ONE, ANSWER], [ONE, {**ANSWER, "role": "user"}], "message 2 (user)", "assist", "user"),
     ],
 )
-def test_the_first_message_that_differs_is_named_with_both_texts(
+def test_the_first_different_message_is_named(
     old: Messages, new: Messages, place: str, before: str, now: str
 ) -> None:
     broken = compare([*old, THREE], [*new, THREE])
@@ -158,7 +148,7 @@ def test_tools_that_differ_are_named_before_messages(old: Tools, new: Tools) -> 
     assert broken.place == "the list of tools" and "same tools" in broken.remedy
 
 
-def test_answer_that_returns_without_its_thought_is_a_break() -> None:
+def test_an_answer_without_its_thought_is_a_break() -> None:
     """The engine has the answer as it was written; the history has it without the thought."""
     earlier = call([SYSTEM, TASK], answer="<think>Hm.</think>First, walk.")
     broken = only_break(earlier, call([SYSTEM, TASK, ANSWER, MORE], at=1.0))
@@ -176,7 +166,7 @@ def test_answer_that_returns_without_its_thought_is_a_break() -> None:
         ({"tool_choice": "required", "continue_final_message": True}, None),
     ],
 )
-def test_settings_that_change_a_prompts_beginning_break_its_prefix(
+def test_settings_at_the_beginning_break_prefixes(
     settings: dict[str, Any], place: str | None
 ) -> None:
     found = find_breaks([call(LONG), call(LONG, at=1.0, settings=settings)])
@@ -186,12 +176,11 @@ def test_settings_that_change_a_prompts_beginning_break_its_prefix(
 GUIDE = user("A guide to the mountains. " * 50)
 
 
-def test_first_prompt_of_an_agent_is_compared_with_those_that_have_much_in_common() -> None:
-    planner = [{"role": "system", "content": "You plan."}, GUIDE]
-    reviewer = [{"role": "system", "content": "You review."}, GUIDE]
+def test_first_prompts_are_compared_with_similar_ones() -> None:
+    planner, reviewer = system("You plan.", GUIDE), system("You review.", GUIDE)
     calls = [
         call(planner, agent="planner"),
-        call([{"role": "system", "content": "You sing."}, TASK], agent="singer", at=1.0),
+        call(system("You sing."), agent="singer", at=1.0),
         call(reviewer, agent="reviewer", at=2.0),
         # It shares the guide with the reviewer, so the planner's prompt does not matter.
         call([*reviewer, MORE], agent="critic", at=3.0),
@@ -204,7 +193,7 @@ def test_first_prompt_of_an_agent_is_compared_with_those_that_have_much_in_commo
     assert "from the prompt of planner at" in broken.describe()
 
 
-def test_prompts_of_other_engines_and_models_are_not_compared() -> None:
+def test_other_engines_and_models_are_not_compared() -> None:
     one, other, third = (call(system(f"Turn {turn}."), at=turn) for turn in (1.0, 2.0, 3.0))
     other.started = CallStarted(agent="writer", engine="http://other", call_id="2.0", model="m")
     third.started = CallStarted(agent="writer", engine="http://e", call_id="3.0", model="n")
@@ -218,8 +207,7 @@ LONG = [SYSTEM, *(user(f"{number} " + "word " * 20) for number in range(9))]
 
 
 def turn(number: int, usage: PromptUsage | None) -> Call:
-    messages = [{"role": "system", "content": f"Turn {number}."}, *LONG[1:]]
-    return call(messages, at=float(number), usage=usage)
+    return call(system(f"Turn {number}.", *LONG[1:]), at=float(number), usage=usage)
 
 
 def test_cost_is_what_was_computed_again() -> None:
@@ -250,16 +238,16 @@ def test_new_text_does_not_count_as_computed_again() -> None:
     assert (broken.again_tokens or 0) == pytest.approx(3000 * kept_share, rel=0.1)
 
 
-def test_breaks_of_one_agent_for_one_reason_are_grouped() -> None:
+def test_breaks_with_the_same_reason_are_grouped() -> None:
     calls = [turn(number, used(1000, 20)) for number in range(1, 5)]
-    cheap = call([{"role": "system", "content": "Turn 5."}, TASK], at=5.0, usage=used(1000, 999))
+    cheap = call(system("Turn 5."), at=5.0, usage=used(1000, 999))
     (group,) = group_breaks(find_breaks([*calls, cheap]))
     assert (group.times, group.again_in_all) == (3, 2937)
     last = group.describe().splitlines()[-1]
     assert last == "  3 times in all, about 2,937 tokens computed again"
 
 
-def test_description_shows_the_difference_in_its_context() -> None:
+def test_a_description_shows_the_difference() -> None:
     broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 20)))
     assert broken.describe().splitlines() == [
         "writer, call 2: the system message differs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 from rich.console import Console
@@ -21,19 +22,24 @@ from flashmoa.observe import (
     PromptSent,
     UpstreamFailed,
 )
-from flashmoa.observe.events import FIRST
+from flashmoa.observe.events import FIRST, Listener, ignore
 from flashmoa.observe.report import Report
 from flashmoa.observe.timeline import lanes
 from tests.unit.observe.test_summary import call, use
 
 
-def test_a_report_shows_calls_gains_and_what_went_wrong() -> None:
-    heard: list[Event] = []
-    report = Report(heard.append)
-    assert str(report) == "No call has finished."
-    events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
+def reported(events: Iterable[Event], listener: Listener = ignore) -> Report:
+    report = Report(listener)
     for event in events:
         report(event)
+    return report
+
+
+def test_a_report_shows_calls_and_gains() -> None:
+    heard: list[Event] = []
+    assert str(Report()) == "No call has finished."
+    events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
+    report = reported(events, heard.append)
     shown = str(report)
     assert "1 of 2 calls linked" in shown and "B" in shown and "hit" in shown
     assert (report.summary.linked, report.notes, heard) == (1, [], events)
@@ -44,12 +50,11 @@ def test_a_report_shows_calls_gains_and_what_went_wrong() -> None:
     assert "calls linked" in report._repr_mimebundle_([], [])["text/html"]
 
 
-def test_a_report_says_why_nothing_was_linked_and_each_reason_once() -> None:
+def test_a_report_says_why_nothing_was_linked() -> None:
     report = Report()
     for number, agent in enumerate("ABCDEFA"):
-        first, *rest = call(agent, number, number + 0.5, number + 1)
         reason = FIRST if not number else "its workflow is not linked"
-        for event in (replace(first, unlinked=reason), *rest):  # type: ignore[call-arg]
+        for event in call(agent, number, number + 0.5, number + 1, unlinked=reason):
             report(replace(event, call_id=f"{number}"))  # type: ignore[call-arg]
     for agent in "BC":
         waits = {"upstream": "A", "reason": "it decides who speaks"}
@@ -65,8 +70,7 @@ def test_a_report_says_why_nothing_was_linked_and_each_reason_once() -> None:
     assert "What failed" not in shown
 
 
-def test_what_failed_is_shown_apart_from_what_is_as_usual() -> None:
-    report = Report()
+def test_failures_are_shown_apart() -> None:
     who = {"agent": "B", "engine": "http://e"}
     events = [
         *call("A", 0, 1, 2),
@@ -74,9 +78,7 @@ def test_what_failed_is_shown_apart_from_what_is_as_usual() -> None:
         LinkClosed(**who, at=4, stream_id=None, reason="OSError: no"),
         UpstreamFailed(**who, at=5, upstream="A", failure="stall", action="abort"),
     ]
-    for event in events:
-        report(event)
-    ordinary, _, failed = str(report).partition("\nWhat failed\n")
+    ordinary, _, failed = str(reported(events)).partition("\nWhat failed\n")
     assert ordinary.endswith("Not prefilled ahead, and why\n  B: no room\n")
     assert failed.splitlines() == [
         "  4.00 s, B: its link failed: OSError: no",
@@ -85,9 +87,7 @@ def test_what_failed_is_shown_apart_from_what_is_as_usual() -> None:
 
 
 def test_links_that_have_not_ended_are_counted_as_open() -> None:
-    report = Report()
-    for event in call("A", 0, 2, 8):
-        report(event)
+    report = reported(call("A", 0, 2, 8))
     for stream in "st":
         report(LinkOpened(agent="B", engine="http://e", upstream=("A",), stream_id=stream))
     report(LinkClosed(agent="B", engine="http://e", stream_id="s", reason="used"))
@@ -95,7 +95,7 @@ def test_links_that_have_not_ended_are_counted_as_open() -> None:
     assert "links, by why they ended: 1 used, 1 still open" in str(report)
 
 
-def test_a_report_of_a_long_lived_link_holds_the_last_events_and_no_texts() -> None:
+def test_a_report_holds_the_last_events_without_texts() -> None:
     report = Report()
     who = {"agent": "A", "engine": "http://e", "call_id": "a"}
     report(PromptSent(**who, messages=[{"role": "user", "content": "secret"}]))

@@ -1,10 +1,10 @@
-"""Overlaps (what was prefilled ahead of a call), handoffs, and notes."""
+"""Overlaps of prefills and decodes, handoffs, and notes."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,23 +40,32 @@ from flashmoa.observe.summary import (
 )
 from tests.conftest import ROOT
 
+E = {"engine": "http://e"}
+
+
+def used(use: StreamUse | None = None, **tokens: int) -> PromptUsage:
+    """Return the usage of a call, given its prompt stream and other numbers of tokens."""
+    numbers = {"prompt_tokens": 100, "completion_tokens": 9, "streamed_tokens": 70}
+    return PromptUsage(**{**numbers, "late_tokens": 10, **tokens}, prompt_stream=use)
+
 
 def call(
-    agent: str, at: float, token: float, end: float, use: StreamUse | None = None
+    agent: str,
+    at: float,
+    token: float,
+    end: float,
+    use: StreamUse | None = None,
+    *,
+    usage: PromptUsage | None = None,
+    **started: Any,
 ) -> list[Event]:
-    who = {"agent": agent, "engine": "http://e", "call_id": agent}
-    usage = PromptUsage(
-        prompt_tokens=100,
-        completion_tokens=9,
-        streamed_tokens=70,
-        late_tokens=10,
-        prompt_stream=use,
-    )
+    """Return the events of a call, given more fields of its start."""
+    who: dict[str, Any] = {**E, "agent": agent, "call_id": agent}
     stream = use.id if use is not None else None
     return [
-        CallStarted(**who, at=at, stream_id=stream),
+        CallStarted(**who, at=at, **{"stream_id": stream, **started}),
         FirstToken(**who, at=token),
-        CallFinished(**who, at=end, usage=usage),
+        CallFinished(**who, at=end, usage=usage or used(use)),
     ]
 
 
@@ -69,7 +78,7 @@ def test_prefill_counts_until_the_call() -> None:
     # B is sent at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4), (6, 7), (7.5, 9)))])
     assert overlaps(found) == {"B": Overlap(5.5, 0.5, 69, 11)}
-    # Overlapping spans of one stream count once.
+    # Overlapping spans of a stream count once.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((1, 4), (3, 5), (9, 9.5)))])
     assert overlaps(found)["B"] == Overlap(4.0, 0.5, 69, 11)
 
@@ -78,22 +87,15 @@ def test_prefill_counts_until_the_call() -> None:
     st.lists(st.tuples(st.floats(0, 16), st.floats(0.1, 4), st.integers(1, 99)), max_size=5),
     st.integers(0, 300),
 )
-def test_tokens_that_were_computed_after_the_request_was_sent_are_not_ahead(
+def test_tokens_computed_after_the_request_are_late(
     prefills: list[tuple[float, float, int]], cached: int
 ) -> None:
     """The request, sent at 8, has waited for them: they have saved nothing."""
     spans = [Span(start=start, end=start + took, tokens=n) for start, took, n in prefills]
     streamed = min(cached, sum(span.tokens for span in spans))
     stream = StreamUse(id="s", status="hit", prefills=spans, saved_seconds=2.0)
-    usage = PromptUsage(
-        prompt_tokens=400,
-        completion_tokens=1,
-        streamed_tokens=streamed,
-        late_tokens=10,
-        prompt_stream=stream,
-    )
-    events = call("B", 8, 20, 21, stream)
-    events[2] = replace(events[2], usage=usage)  # type: ignore[call-arg]
+    usage = used(stream, prompt_tokens=400, streamed_tokens=streamed)
+    events = call("B", 8, 20, 21, stream, usage=usage)
     (found,) = calls(events)
     overlap = overlaps([found])["B"]
     assert overlap.unlinked is not None and 12 <= overlap.unlinked <= 14
@@ -117,12 +119,10 @@ def test_stream_without_hit_has_no_overlap(status: str) -> None:
     assert row(found[1], None)[-3:] == ["", "1.00 s", status]
 
 
-def test_behind_a_front_end_figures_come_after_the_answers() -> None:
+def test_figures_of_a_front_end_come_after_answers() -> None:
     who = {"agent": "B", "engine": "http://e", "at": 11}
-    events = call("B", 8, 8.5, 10)
-    events[0] = replace(events[0], stream_id="http://w s")
     plain = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=64)
-    events[2] = replace(events[2], usage=plain)
+    events = call("B", 8, 8.5, 10, usage=plain, stream_id="http://w s")
     figures = StreamFigures(
         cached_tokens=90, streamed_tokens=70, late_tokens=10, prompt_stream=use((0, 4))
     )
@@ -166,7 +166,7 @@ def test_a_hit_counts_whose_answer_came_as_a_whole() -> None:
     assert (more.linked, more.overlap.left, more.overlap.ahead_tokens) == (2, 0.5, 140)
 
 
-def test_the_wait_is_compared_with_the_engines_estimate_if_it_made_one_for_all_hits() -> None:
+def test_the_wait_is_compared_with_the_estimate() -> None:
     use = StreamUse(id="s", status="hit", saved_seconds=2.0)
     events = [*call("A", 0, 1, 2, use), *call("B", 2, 2.5, 3, use)]
     whole = summary(calls(events))
@@ -187,15 +187,8 @@ def test_the_wait_is_compared_with_the_engines_estimate_if_it_made_one_for_all_h
     ],
 )
 def test_a_hit_that_gained_nothing_reads_so_and_why(late: int, why: str) -> None:
-    events = call("A", 0, 1, 2, use())
-    usage = PromptUsage(
-        prompt_tokens=late,
-        completion_tokens=1,
-        streamed_tokens=0,
-        late_tokens=late,
-        prompt_stream=use(),
-    )
-    events[2] = replace(events[2], usage=usage)  # type: ignore[call-arg]
+    usage = used(use(), streamed_tokens=0, late_tokens=late)
+    events = call("A", 0, 1, 2, use(), usage=usage)
     [found] = calls(events)
     assert row(found, None)[-1] == "no gain"
     assert str(summary([found])).endswith("1 of 1 calls linked (1 of these gained nothing)")
@@ -214,24 +207,22 @@ def test_a_hit_that_gained_nothing_reads_so_and_why(late: int, why: str) -> None
         ("", False, "", []),
     ],
 )
-def test_a_call_without_a_link_has_a_word_in_the_table_and_a_reason(
+def test_an_unlinked_call_has_a_word_and_a_reason(
     unlinked: str, late: bool, status: str, kinds: list[str]
 ) -> None:
-    events = call("A", 0, 1, 2)
-    events[0] = replace(events[0], unlinked=unlinked, late=late)  # type: ignore[call-arg]
+    events = call("A", 0, 1, 2, unlinked=unlinked, late=late)
     (found,) = calls(events)
     assert link_status(found) == row(found, None)[-1] == status
     assert [note.kind for note in notes(events)] == kinds
     assert all(note.text in (unlinked, LATE) for note in notes(events))
 
 
-def test_the_reason_of_an_agent_without_a_link_is_told_once() -> None:
+def test_a_reason_without_a_link_is_told_once() -> None:
     """The planner declines it once; each of its calls says why it has no link."""
     declined = [
         LinkDeclined(agent=agent, engine="", at=0, reason="its agent sleeps") for agent in "AB"
     ]
-    events = call("A", 1, 2, 3)
-    events[0] = replace(events[0], unlinked="its agent sleeps")  # type: ignore[call-arg]
+    events = call("A", 1, 2, 3, unlinked="its agent sleeps")
     found = [(note.agent, note.kind) for note in notes([*declined, *events])]
     assert found == [("A", "declined"), ("B", "declined")]
     assert [note.kind for note in notes(events)] == ["unlinked"]
@@ -246,7 +237,7 @@ def test_every_status_of_an_engine_has_a_meaning() -> None:
 
 
 @given(st.lists(st.sampled_from(["used", "unused", "OSError: no", ""]), max_size=8))
-def test_each_link_is_counted_by_why_it_ended_or_as_open(ends: list[str]) -> None:
+def test_each_link_is_counted_by_its_end(ends: list[str]) -> None:
     who = {"agent": "B", "engine": "http://e"}
     events: list[Event] = [LinkClosed(**who, stream_id=None, reason="too late")]
     for number, reason in enumerate(ends):
@@ -262,12 +253,9 @@ def test_each_link_is_counted_by_why_it_ended_or_as_open(ends: list[str]) -> Non
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
     """A plain engine has none, and neither has an answer without usage. The links were used."""
-    opened = LinkOpened(
-        agent="P", engine="http://e", upstream=("A",), stream_id="p", plain=is_plain, at=0
-    )
-    plain = [opened, *call("P", 1, 2, 3)]
-    plain[1] = replace(plain[1], stream_id="p")  # type: ignore[call-arg]
-    plain[3] = replace(plain[3], usage=PromptUsage(prompt_tokens=9, completion_tokens=1))  # type: ignore[call-arg]
+    opened = LinkOpened(**E, agent="P", upstream=("A",), stream_id="p", plain=is_plain, at=0)
+    usage = PromptUsage(prompt_tokens=9, completion_tokens=1)
+    plain = [opened, *call("P", 1, 2, 3, usage=usage, stream_id="p")]
     whole = summary(calls(plain))
     assert (whole.linked, whole.untold, whole.overlap.ahead_tokens) == (1, 1, 0)
     assert str(whole).endswith("1 calls linked, 1 of these without figures of what that gained")
@@ -291,9 +279,9 @@ def written(name: str, at: float, end: float) -> list[Event]:
 @pytest.mark.parametrize(
     ("opened", "upstream", "events", "expected"),
     [
-        # B wrote while A did; its text could flow only once that of A was complete.
+        # B wrote while A did; B's text could stream only after A's was complete.
         (0.5, ("user", "A", "B"), [*call("A", 0, 1, 4), *call("B", 0, 2, 6)], "A 1 4, B 4 6"),
-        # A had ended when the link was opened, so that no text of it flowed; then it wrote again.
+        # A had ended when the link was opened, so that no text streamed; then A wrote again.
         (3, ("A",), call("A", 0, 1, 2), ""),
         (3, ("A",), [*call("A", 0, 1, 2), *written("again", 3, 4)], "again 3.5 4"),
         # Another run that has the same agents goes on, or ends before.
@@ -303,7 +291,7 @@ def written(name: str, at: float, end: float) -> list[Event]:
         (0, ("A",), call("A", 0, 1, 9), "A 1 7"),
     ],
 )
-def test_handoffs_are_from_the_writers_in_the_prompts_order_until_the_reader_is_sent(
+def test_handoffs_follow_the_prompts_order(
     opened: float, upstream: tuple[str, ...], events: list[Event], expected: str
 ) -> None:
     link = LinkOpened(agent="M", engine="http://e", at=opened, upstream=upstream, stream_id="s")
@@ -311,7 +299,7 @@ def test_handoffs_are_from_the_writers_in_the_prompts_order_until_the_reader_is_
     assert ", ".join(f"{one.writer} {one.start:g} {one.end:g}" for one in found) == expected
 
 
-def test_notes_name_failures_lateness_and_declined_links() -> None:
+def test_notes_name_failures_and_declined_links() -> None:
     who = {"agent": "B", "engine": "http://e"}
     events: list[Event] = [
         LinkClosed(**who, at=9, stream_id="s", reason="used"),
@@ -339,7 +327,7 @@ def test_notes_name_failures_lateness_and_declined_links() -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_row_says_what_a_link_to_a_plain_engine_had_prefilled(plain: bool) -> None:
+def test_a_row_has_the_tokens_of_a_plain_link(plain: bool) -> None:
     who = {"agent": "B", "engine": "http://e"}
     usage = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=88)
     events: list[Event] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,16 +98,18 @@ LINK: list[Event] = [
 RUN = sorted([*EVENTS, *LINK], key=lambda event: event.at)
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "run.jsonl"
-    for _ in range(2):  # The first trace is replaced.
-        trace = Trace(path)
-        trace(LINK[0])
-    trace = Trace(path)
-    for event in RUN:
+def write(path: Path, events: Iterable[Event], *, prompts: bool = False) -> Path:
+    trace = Trace(path, prompts=prompts)
+    for event in events:
         trace(event)
     return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    for events in (LINK, LINK[:1], RUN):  # Each replaces the trace before.
+        write(tmp_path / "run.jsonl", events)
+    return tmp_path / "run.jsonl"
 
 
 def test_reading_returns_what_was_written(file: Path) -> None:
@@ -134,15 +137,13 @@ PROMPTS: list[Event] = [
 
 def test_prompts_are_written_on_request_only(tmp_path: Path) -> None:
     for prompts, expected in ((False, RUN), (True, [*PROMPTS, *RUN])):
-        trace = Trace(tmp_path / "run.jsonl", prompts=prompts)
-        for event in [*PROMPTS, *RUN]:
-            trace(event)
-        assert read(tmp_path / "run.jsonl") == expected
+        file = write(tmp_path / "run.jsonl", [*PROMPTS, *RUN], prompts=prompts)
+        assert read(file) == expected
     # Printing the events does not show the prompts.
     assert "Köln" not in str(PROMPTS[0])
 
 
-def test_links_that_are_there_at_the_same_time_write_one_trace(tmp_path: Path) -> None:
+def test_links_at_the_same_time_write_one_trace(tmp_path: Path) -> None:
     """Each says for itself whether its prompts may be written."""
     file, [prompt, *_] = tmp_path / "run.jsonl", PROMPTS
     file.write_text('{"event"')  # Of an earlier process, which was killed.
@@ -154,7 +155,7 @@ def test_links_that_are_there_at_the_same_time_write_one_trace(tmp_path: Path) -
     assert read(file) == [LINK[0], prompt, LINK[1], LINK[2]]
 
 
-def test_a_trace_is_replaced_once_all_that_wrote_it_have_ended(tmp_path: Path) -> None:
+def test_a_trace_is_replaced_after_all_have_ended(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     first, second = [add_trace(ignore, file, prompts=False) for _ in range(2)]
     first(LINK[0])
@@ -181,7 +182,7 @@ def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
     assert call.prompt is not None and call.prompt.tools == ["tool"]
 
 
-def test_a_prompt_has_every_field_that_shaped_it_and_the_tools_that_the_model_is_shown() -> None:
+def test_a_prompt_has_its_fields_and_visible_tools() -> None:
     events: list[Event] = []
     reporter = CallReporter(events.append, agent="A", engine="http://a", model="m")
     body = {"messages": [], "tools": [{"function": {"name": "walk"}}], "temperature": 0}
@@ -207,10 +208,8 @@ def test_only_the_costliest_breaks_are_shown(tmp_path: Path, capsys: Any) -> Non
     assert "agent-11, call 2" in shown and "agent-02, call 2" in shown
     assert "agent-01, call 2" not in shown and "... and 2 more" in shown
     assert "[bold]" in shown
-    trace = Trace(tmp_path / "run.jsonl", prompts=True)
-    for event in [*RUN, *PROMPTS]:
-        trace(event)
-    assert command.main([str(tmp_path / "run.jsonl")]) == 0
+    file = write(tmp_path / "run.jsonl", [*RUN, *PROMPTS], prompts=True)
+    assert command.main([str(file)]) == 0
     assert "Prefixes: no prompt had 32 tokens or more computed again" in capsys.readouterr().out
 
 
@@ -218,9 +217,7 @@ def test_only_the_costliest_breaks_are_shown(tmp_path: Path, capsys: Any) -> Non
     "line",
     ["no json", "[]", "1", "{}", '{"event": "Unheard"}', '{"event": "FirstToken", "at": "x"}'],
 )
-def test_reading_a_file_that_is_not_a_trace_raises_trace_error(
-    file: Path, line: str, capsys: Any
-) -> None:
+def test_a_file_that_is_no_trace_is_not_read(file: Path, line: str, capsys: Any) -> None:
     file.write_text(f"{line}\n{file.read_text()}")
     with pytest.raises(TraceError, match=r"is not a trace, .*; its line 1 is not an event"):
         read(file)
@@ -253,7 +250,7 @@ def test_a_trace_stays_where_it_was_begun(tmp_path: Path, monkeypatch: pytest.Mo
     assert not [*elsewhere.iterdir()]
 
 
-def test_only_the_first_line_of_a_trace_is_read_before_it_is_replaced(file: Path) -> None:
+def test_only_the_first_line_of_a_trace_is_read(file: Path) -> None:
     """A long trace would hold up the event loop."""
     file.write_text(f"{file.read_text()}no event\n")
     Trace(file)
@@ -275,13 +272,11 @@ def test_command_shows_timeline_calls_and_links(file: Path, capsys: Any) -> None
 @pytest.mark.parametrize("run", [RUN, []])
 def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Event]) -> None:
     """Also if no call has finished, and apart from many notes of other kinds."""
-    file = tmp_path / "run.jsonl"
-    trace = Trace(file)
     declined = [LinkDeclined(**B, at=11.0 + n, reason=f"no room {n}") for n in range(12)]
     who = {**B, "call_id": "last"}
     failed = CallFailed(**who, at=25.0, error="EngineUnreachable('http://b [refused]')")
-    for event in [*run, *declined, CallStarted(**who, at=24.0), failed]:
-        trace(event)
+    events = [*run, *declined, CallStarted(**who, at=24.0), failed]
+    file = write(tmp_path / "run.jsonl", events)
     assert command.main([str(file)]) == 0
     shown = capsys.readouterr().out
     assert "B: the call failed: EngineUnreachable('http://b [refused]')\n" in shown

@@ -23,7 +23,8 @@ import pytest
 
 from flashmoa._concurrency import running_loop
 from flashmoa.engine.wire import CALL_HEADER
-from flashmoa.openai import AsyncOpenAI, OpenAI
+from flashmoa.observe import Event
+from flashmoa.openai import AsyncOpenAI, OpenAI, run
 from tests.unit.engine.faulty_engine import CHANNEL
 from tests.unit.link.hung_engine import STATE
 from tests.waiting import until
@@ -31,6 +32,7 @@ from tests.waiting import until
 URL = "http://engine:30000"
 WORDS = ["The ", "quick ", "brown ", "fox."]
 TEXT = "".join(WORDS)
+MESSAGES: Any = [{"role": "user", "content": "Go."}]
 _BASE = {"id": "c1", "created": 1, "model": "m"}
 # Returns the answer to a chat completion, given its body.
 Chat = Callable[[dict[str, Any]], httpx.Response]
@@ -41,7 +43,7 @@ both_clients = pytest.mark.parametrize(
 
 
 class Channel(httpx.AsyncByteStream):
-    """Tells a client what calls write, for as long as the client reads.
+    """Sends the text of calls to a client until the client stops reading.
 
     Attributes:
         is_open: whether the client reads.
@@ -83,12 +85,12 @@ class FakeServer:
     """Serves chat completions, the Responses API and any number of prompt streams.
 
     Attributes:
-        requests: every request so far, as (path, body, headers), without those for channels.
+        requests: requests so far, as (path, body, headers), except requests for channels.
         contents: the bodies of requests for answers so far, as they came.
         told: returns the words of a whole answer that it tells on a channel before it gives the
             answer. ``None`` if it has no channels.
         awaits_channels: whether a call's channel is going to be opened, and waited for.
-        channels: those that clients have asked for so far, by the channels' ids.
+        channels: channels that clients have asked for so far, with their ids.
         chat: answers chat completions.
         response: answers requests of the Responses API.
         is_blocking: whether its clients are synchronous.
@@ -230,6 +232,23 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
     monkeypatch.setattr(httpx.HTTPTransport, "handle_request", handle_blocking)
     return server
+
+
+@asynccontextmanager
+async def observed(
+    server: FakeServer, name: str, **more: Any
+) -> AsyncGenerator[tuple[Any, list[Event]]]:
+    """Enter a run; yield a client and the run's events."""
+    events: list[Event] = []
+    async with server.client(**more) as client, run(name, listener=events.append):
+        yield client, events
+
+
+async def read(client: Any) -> list[str]:
+    """Return the pieces of a streamed answer's text."""
+    answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+    pieces = [event.choices[0].delta.content async for event in answer]
+    return [piece for piece in pieces if piece]
 
 
 async def ask(client: Any, content: str, **more: Any) -> Any:

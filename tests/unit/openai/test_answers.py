@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,26 +18,23 @@ def chunk(finish_reason: str | None = None, **delta: Any) -> bytes:
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 
-STREAM = chunk(content="Hé") + chunk(content="llo") + chunk("stop") + b"data: [DONE]\n\n"
+@pytest.mark.parametrize(
+    ("is_stream", "data", "text", "problem"),
+    [
+        (True, chunk(content="Hello"), "Hello", "not read to its end"),
+        (True, b'data: {"error": {"message": "no memory"}}\n\n', "", "no memory"),
+        (False, b"<html>", "", "<html>"),
+    ],
+)
+def test_an_answer_without_an_end_has_a_problem(
+    is_stream: bool, data: bytes, text: str, problem: str
+) -> None:
+    reader = AnswerReader(is_stream=is_stream)
+    assert reader.feed(data) == text
+    assert reader.result() is None and problem in reader.problem
 
 
-@given(st.lists(st.integers(0, len(STREAM)), max_size=8))
-def test_the_text_of_a_stream_does_not_depend_on_how_it_is_cut(cuts: list[int]) -> None:
-    reader, places = AnswerReader(is_stream=True), sorted({0, *cuts, len(STREAM)})
-    pieces = [STREAM[a:b] for a, b in pairwise(places)]
-    assert "".join(map(reader.feed, pieces)) == "Héllo"
-    result = reader.result()
-    assert reader.is_over and result is not None
-    assert (result.text, result.finish_reason, result.is_forwarded) == ("Héllo", "stop", True)
-
-
-def test_a_stream_that_breaks_off_has_no_result() -> None:
-    reader = AnswerReader(is_stream=True)
-    assert reader.feed(chunk(content="Hello")) == "Hello"
-    assert reader.result() is None and "not read to its end" in reader.problem
-
-
-def test_null_and_other_odd_parts_of_a_chunk_are_no_problem() -> None:
+def test_odd_parts_of_a_chunk_are_no_problem() -> None:
     reader = AnswerReader(is_stream=True)
     problem = reader.problem
     odd = [
@@ -52,18 +50,6 @@ def test_null_and_other_odd_parts_of_a_chunk_are_no_problem() -> None:
     reader.feed(b'data: {"choices": [{"finish_reason":\r\ndata: "stop", "delta": null}]}\r\n')
     result = reader.result()
     assert result is not None and result.text == text
-
-
-def test_the_error_in_a_stream_is_its_problem() -> None:
-    reader = AnswerReader(is_stream=True)
-    reader.feed(b'data: {"error": {"message": "no memory"}}\n\n')
-    assert reader.result() is None and "no memory" in reader.problem
-
-
-def test_bytes_that_are_no_answer_are_a_problem() -> None:
-    reader = AnswerReader(is_stream=False)
-    assert reader.feed(b"<html>") == ""
-    assert reader.result() is None and "<html>" in reader.problem
 
 
 def test_a_tool_call_is_not_forwarded() -> None:
@@ -98,7 +84,7 @@ def test_the_text_of_an_answer_in_parts_is_read(is_stream: bool) -> None:
 
 
 @given(st.booleans(), st.booleans(), st.sampled_from(["", "I look. "]))
-def test_an_answer_that_calls_tools_is_the_message_that_agents_send_back(
+def test_an_answer_with_tool_calls_is_agents_message(
     is_stream: bool, has_places: bool, text: str
 ) -> None:
     calls = [
@@ -142,7 +128,7 @@ DELTAS: list[st.SearchStrategy[dict[str, Any]]] = [
 
 @st.composite
 def chunks(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Return the chunks of an answer, many of which differ from those before in one field only."""
+    """Return the chunks of an answer; many chunks differ from the previous chunk in one field."""
     found: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(1, 3))):
         deltas, indexes = (
@@ -175,6 +161,7 @@ def test_a_stream_is_read_as_its_chunks_add_up(
     assert "".join(cut.feed(sent[a:b]) for a, b in pairwise(places)) == "".join(texts)
     result = whole.result()
     assert result is not None and result == cut.result()
+    assert result.finish_reason == "stop"
     of_first = [delta for each in deltas for delta in each]
     reasoning = [delta["reasoning"] for delta in of_first if delta.get("reasoning") is not None]
     calls = [delta["tool_calls"][0] for delta in of_first if delta.get("tool_calls")]
@@ -187,7 +174,7 @@ def test_a_stream_is_read_as_its_chunks_add_up(
         assert reply.get("reasoning", "") == "".join(reasoning)
 
 
-def test_an_event_within_a_comment_or_after_the_end_is_none() -> None:
+def test_events_in_comments_or_after_the_end_are_none() -> None:
     reader = AnswerReader(is_stream=True)
     event = chunk(content="a")
     assert [reader.feed(event) for _ in range(3)] == ["a"] * 3

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -22,9 +22,8 @@ from flashmoa.link.learned_runs import Program
 from flashmoa.observe import CallFailed, CallFinished, Event, LinkOpened
 from flashmoa.openai import OpenAI, agent, instrument, run
 from flashmoa.openai import runs as _runs
-from tests.unit.engine.faulty_engine import TEXT as FAULTY_TEXT
-from tests.unit.engine.faulty_engine import Fate, FaultyEngine, faulty_engine
 from tests.unit.openai.fake_server import (
+    MESSAGES,
     TEXT,
     URL,
     FakeServer,
@@ -34,10 +33,7 @@ from tests.unit.openai.fake_server import (
     whole,
 )
 
-MESSAGES: Any = [{"role": "user", "content": "Go."}]
-# A timeout long enough for an answer without pauses, and short enough to wait for.
-BRIEF = httpx.Timeout(5.0, read=0.5)
-# So many of these are enough to be streamed.
+# A text that is long enough to be streamed.
 DAY, DAYS = "A day in Patan. ", 60
 
 
@@ -222,7 +218,7 @@ assert os.getpid() != parent or recorded(_runs._programs) == {"forked": 1}
 
 
 @pytest.mark.parametrize("way", ["multiprocessing", "thread", "os.fork"])
-def test_a_process_forked_within_a_run_calls_unlinked_and_ends(way: str) -> None:
+def test_a_process_forked_within_a_run_runs_unlinked(way: str) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING, way]
     ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -241,7 +237,7 @@ def test_the_threads_of_a_pool_are_in_the_only_run(
     assert recorded(programs) == {"pool": 4}
 
 
-def test_of_several_runs_only_that_of_its_context_gets_a_threads_call(
+def test_a_threads_call_is_in_the_run_of_its_context(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     both, done = threading.Barrier(2, timeout=10), threading.Barrier(2, timeout=10)
@@ -264,7 +260,7 @@ def test_of_several_runs_only_that_of_its_context_gets_a_threads_call(
     assert contents == {name: [f"{name}: with it", f"{name}: itself"] for name in "ab"}
 
 
-def test_an_event_loop_is_not_in_the_run_of_another_thread(
+def test_an_event_loop_is_not_in_another_threads_run(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     """It may serve somebody else's requests."""
@@ -280,10 +276,10 @@ def test_an_event_loop_is_not_in_the_run_of_another_thread(
     assert recorded(programs) == {"other": 1}
 
 
-def test_a_call_is_answered_while_its_runs_event_loop_is_blocked(
+def test_a_call_is_answered_while_its_loop_is_blocked(
     server: FakeServer, programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_runs, "_LOOP_SECONDS", 0.01)
+    monkeypatch.setattr(_runs, "_LOOP_TIMEOUT_SECONDS", 0.01)
 
     async def program() -> None:
         async with run("blocked"):
@@ -292,7 +288,7 @@ def test_a_call_is_answered_while_its_runs_event_loop_is_blocked(
                     context = copy_context()
                     # No coroutine should wait for a thread like this.
                     assert pool.submit(context.run, ask, client, "Go.").result() == TEXT
-                monkeypatch.setattr(_runs, "_LOOP_SECONDS", 30)
+                monkeypatch.setattr(_runs, "_LOOP_TIMEOUT_SECONDS", 30)
                 for _ in range(10):  # Here the event loop answers.
                     await asyncio.sleep(0)
                 assert await asyncio.to_thread(ask, client, "Go on.") == TEXT
@@ -337,43 +333,7 @@ def test_an_interrupt_ends_the_run(server: FakeServer, programs: dict[str, Progr
     assert recorded(programs) == {"interrupted": 0}
 
 
-Call = Callable[[openai.OpenAI], Any]
-
-
-def outcome(engine: FaultyEngine, how: str, **options: Any) -> Any:
-    """Return the text or the error of a call, and the bodies of its requests."""
-    kind: Any = openai.OpenAI if how == "stock" else OpenAI
-    with kind(base_url=f"{engine.url}/v1", api_key="x", **options) as client:
-        try:
-            if how == "stock":
-                text = ask(client, "Go.")
-            else:
-                with run("faults"):
-                    text = ask(client, "Go.")
-            return text, engine.contents
-        except openai.OpenAIError as error:
-            return type(error), type(error.__cause__), engine.contents
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("retries", [0, 1])
-@pytest.mark.parametrize("fate", ["fine", "no done", "cut", "error", 500, 429, 404, "hang", "slow"])
-async def test_a_call_has_the_same_outcome_in_a_run(
-    fate: Fate, retries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
-    outcomes: list[Any] = []
-    for how in ("stock", "run"):
-        async with faulty_engine(fate) as engine:
-            timeout = BRIEF if fate in ("hang", "slow") else 5.0
-            options = {"max_retries": retries, "timeout": timeout}
-            outcomes.append(await asyncio.to_thread(outcome, engine, how, **options))
-    assert outcomes[0] == outcomes[1]
-    if fate == "fine" or (retries and fate != 404):
-        assert outcomes[0][0] == FAULTY_TEXT
-
-
-def test_a_blocking_http_client_may_be_observed_by_itself(server: FakeServer) -> None:
+def test_a_blocking_http_client_may_be_observed(server: FakeServer) -> None:
     server.chat = lambda _: whole()
     with httpx.Client() as http, OpenAI(base_url=URL, http_client=http) as client:
         with run("shared"):

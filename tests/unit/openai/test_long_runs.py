@@ -37,8 +37,8 @@ def limits(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
         "link.calls._MOST_AGENTS": 5,
         "link.after_tools.MAX_RUNNING": 5,
         "link.learned_links._MOST_SENT": 5,
-        "openai.runs._MOST_ENGINES": 5,
-        "observe.report._MOST_EVENTS": 5,
+        "openai.runs._MAX_ENGINES": 5,
+        "observe.report._MAX_EVENTS": 5,
     }.items():
         monkeypatch.setattr(f"flashmoa.{limit}", value)
     monkeypatch.setattr(_runs, "_programs", {})
@@ -115,7 +115,7 @@ async def test_a_run_that_fails_without_end_keeps_nothing(server: FakeServer) ->
         assert await kept_by(step) < 1
 
 
-async def test_users_without_end_are_unlinked_with_one_warning(
+async def test_users_without_end_get_one_warning(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.chat = call_tool
@@ -129,7 +129,7 @@ async def test_users_without_end_are_unlinked_with_one_warning(
     assert "its run has sent more than 5 different sets of headers" in warning.getMessage()
 
 
-async def test_runs_at_once_in_several_threads_get_equal_answers_and_leave_nothing(
+async def test_runs_in_several_threads_leave_nothing(
     server: FakeServer,
 ) -> None:
     client, answers = server.client(), set[str]()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from typing import Any, Literal, get_args
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any
 
 import httpx
+import openai
 import pytest
 from agent_framework import Message
-from autogen_core.models import CreateResult, ModelFamily, ModelInfo, UserMessage
+from autogen_core.models import ModelFamily, ModelInfo, UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from openai import APIStatusError, AsyncOpenAI
+from openai import AsyncOpenAI
 
 from flashmoa import EngineClient
 from flashmoa._concurrency import TaskHost
@@ -20,15 +22,11 @@ from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.frameworks.agent_framework import client as _client
-from flashmoa.link.calls import (
-    CallObserver,
-    CallRequest,
-    ObservedCall,
-    current_attempts,
-)
+from flashmoa.link.calls import CallObserver, CallRequest, ObservedCall, current_attempts
 from flashmoa.link.hearing import CallChannel
 from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.events import ignore
+from flashmoa.openai import OpenAI, run
 from flashmoa.openai.http import observe_completions
 from tests.unit.engine.faulty_engine import (
     OTHER,
@@ -51,44 +49,15 @@ INFO = ModelInfo(
     family=ModelFamily.UNKNOWN,
     structured_output=False,
 )
-How = Literal["stock", "unlinked", "listener"]
-HOWS: tuple[How, ...] = get_args(How)
 # A timeout long enough for an answer without pauses, and short enough to wait for.
 BRIEF = httpx.Timeout(5.0, read=0.5)
+# Asks an engine, observed or not, with these options of OpenAI's client. Appends the answer.
+Way = Callable[[list[Any], FaultyEngine, bool, dict[str, Any]], Awaitable[None]]
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@asynccontextmanager
-async def client_of(
-    engine: FaultyEngine, how: How, **more: Any
-) -> AsyncGenerator[OpenAIChatCompletionClient]:
-    settings: dict[str, Any] = {"model": "m", "model_info": INFO, "timeout": 5.0, **more}
-    if how == "stock":
-        made = OpenAIChatCompletionClient(base_url=f"{engine.url}/v1", api_key="x", **settings)
-    elif how == "listener":
-        made = FlashMoAChatCompletionClient(
-            base_url=engine.url, listener=lambda _: None, **settings
-        )
-    else:
-        made = FlashMoAChatCompletionClient(base_url=engine.url, **settings)
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-async def outcome_of(client: OpenAIChatCompletionClient, engine: FaultyEngine) -> Any:
-    """Return the text or the exception of a call, and how many requests it made."""
-    try:
-        return (await client.create(ASK)).content, len(engine.bodies)
-    except Exception as error:
-        status = error.status_code if isinstance(error, APIStatusError) else None
-        body = error.body if isinstance(error, APIStatusError) else None
-        return type(error), type(error.__cause__), status, body, len(engine.bodies)
 
 
 @pytest.fixture(autouse=True)
@@ -97,53 +66,117 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
+def autogen(engine: FaultyEngine, *, is_stock: bool = False, **options: Any) -> Any:
+    if is_stock:
+        options |= {"base_url": f"{engine.url}/v1", "api_key": "x"}
+        return OpenAIChatCompletionClient(model="m", model_info=INFO, **options)
+    return FlashMoAChatCompletionClient(model="m", model_info=INFO, base_url=engine.url, **options)
+
+
+def by_autogen(*, is_stream: bool = False, **own: Any) -> Way:
+    """Ask with the stock client, or with one that has other options of its own."""
+
+    async def ask(
+        got: list[Any], engine: FaultyEngine, is_observed: bool, options: dict[str, Any]
+    ) -> None:
+        options = {**options, **(own if is_observed else {})}
+        async with aclosing_client(autogen(engine, is_stock=not is_observed, **options)) as client:
+            if is_stream:
+                async for item in client.create_stream(ASK, include_usage=True):
+                    got.append(getattr(item, "content", item))  # noqa: PERF401 - it may break off.
+            else:
+                got.append((await client.create(ASK)).content)
+
+    return ask
+
+
+@asynccontextmanager
+async def aclosing_client(client: Any) -> AsyncGenerator[Any]:
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def by_agent_framework(*, is_stream: bool = False) -> Way:
+    async def ask(
+        got: list[Any], engine: FaultyEngine, is_observed: bool, options: dict[str, Any]
+    ) -> None:
+        workflow: Any = WatchedWorkflow()
+        question: Any = [Message("user", ["Go."])]
+        async with FlashMoAChatClient("m", base_url=engine.url) as client:
+            vars(client.client).update(options)
+            if is_observed:
+                client.linked_teams.add(workflow)
+            if is_stream:
+                async for update in client.get_response(question, stream=True):
+                    got.append(update.text)  # noqa: PERF401 - it may break off.
+            else:
+                got.append((await client.get_response(question)).text)
+
+    return ask
+
+
+async def by_a_blocking_run(
+    got: list[Any], engine: FaultyEngine, is_observed: bool, options: dict[str, Any]
+) -> None:
+    def ask() -> None:
+        kind: Any = OpenAI if is_observed else openai.OpenAI
+        messages: Any = [{"role": "user", "content": "Go."}]
+        with (
+            kind(base_url=f"{engine.url}/v1", api_key="x", **options) as client,
+            run("faults") if is_observed else nullcontext(),
+        ):
+            answer = client.chat.completions.create(model="m", messages=messages)
+            got.append(answer.choices[0].message.content)
+
+    await asyncio.to_thread(ask)
+
+
+WAYS: dict[str, Way] = {
+    "autogen": by_autogen(listener=lambda _: None),
+    "autogen without a listener": by_autogen(),
+    "autogen's stream": by_autogen(is_stream=True, listener=lambda _: None),
+    "agent framework": by_agent_framework(),
+    "agent framework's stream": by_agent_framework(is_stream=True),
+    "blocking run": by_a_blocking_run,
+}
+FATES: list[Fate] = ["fine", "no done", "cut", "error", 500, 429, 404, "hang", "slow", "html"]
+REPEATED: list[Fate] = ["cut", "error", 500]
+
+
 @pytest.mark.parametrize("retries", [0, 2])
 @pytest.mark.parametrize(
-    "fates",
-    [
-        ("fine",), ("no done",), ("cut",), ("cut",) * 3, ("error",), ("error",) * 3,
-        (500,), (500,) * 3, (429,), (404,), ("hang",), ("slow",),
-    ],
-    ids=str,
-)  # fmt: skip
-async def test_an_observed_call_has_the_same_outcome_as_an_unobserved_one(
-    fates: tuple[Fate, ...], retries: int
+    ("way", "fates"),
+    [(way, (fate,)) for way in WAYS for fate in FATES]
+    + [("autogen", (fate,) * 3) for fate in REPEATED],
+)
+async def test_an_observed_call_has_the_same_outcome(
+    way: str, fates: tuple[Fate, ...], retries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The outcome is the text or the exception, and the number of requests."""
-    outcomes: dict[How, Any] = {}
-    sent: dict[How, list[bytes]] = {}
-    for how in HOWS:
+    """The outcome is the text, the exception, and the requests."""
+    monkeypatch.setattr(_client, "find_calling_executor", object)
+    outcomes: list[Any] = []
+    for is_observed in (False, True):
+        got: list[Any] = []
         async with faulty_engine(*fates) as engine:
             # A slow answer takes longer than the timeout, but none of its words does.
             timeout = BRIEF if fates[0] in ("hang", "slow") else 5.0
-            async with client_of(engine, how, timeout=timeout, max_retries=retries) as client:
-                outcomes[how] = await outcome_of(client, engine)
-            sent[how] = engine.contents
-    assert outcomes == dict.fromkeys(HOWS, outcomes["stock"])
-    assert sent == dict.fromkeys(HOWS, sent["stock"])
-    if fates[0] in ("fine", "no done"):
-        assert outcomes["stock"] == (TEXT, 1)
-    elif len(fates) <= retries and fates[0] != 404:
-        assert outcomes["stock"] == (TEXT, len(fates) + 1)
-    else:
-        assert not isinstance(outcomes["stock"][0], str)
-
-
-@pytest.mark.parametrize("fate", ["cut", "error", "hang", 500, 429, 404, "html", "fine"])
-async def test_a_watched_stream_has_the_same_outcome_as_the_stock_clients(fate: Fate) -> None:
-    outcomes: list[Any] = []
-    for how in ("stock", "listener"):
-        async with faulty_engine(fate) as engine:
-            timeout = BRIEF if fate == "hang" else 5.0
-            async with client_of(engine, how, timeout=timeout, max_retries=2) as client:
-                items: list[Any] = []
-                try:
-                    items += [item async for item in client.create_stream(ASK)]
-                except Exception as error:
-                    items += [type(error), type(error.__cause__), f"{error}"]
-                items = [x.content if isinstance(x, CreateResult) else x for x in items]
-                outcomes.append((items, len(engine.bodies)))
+            options = {"max_retries": retries, "timeout": timeout}
+            try:
+                await WAYS[way](got, engine, is_observed, options)
+            except Exception as error:
+                status, body = (getattr(error, name, None) for name in ("status_code", "body"))
+                got += [type(error), type(error.__cause__), status, body, f"{error}"]
+        outcomes.append((got, engine.contents))
     assert outcomes[0] == outcomes[1]
+    got, requests = outcomes[0]
+    is_answered = got[-1:] == [TEXT]
+    if fates[0] in ("fine", "no done"):
+        assert (is_answered or "".join(got) == TEXT) and len(requests) == 1
+    elif fates[0] not in (404, "html") and not way.endswith("stream"):
+        assert is_answered == (len(fates) <= retries)
+        assert len(requests) == min(len(fates), retries) + 1
 
 
 def openai_of(engine: FaultyEngine, **more: Any) -> AsyncOpenAI:
@@ -240,7 +273,7 @@ async def test_a_shared_http_client_is_observed_once() -> None:
             assert observer.pieces == WORDS
 
 
-async def test_a_patch_of_the_http_clients_send_method_still_works(
+async def test_a_patch_of_the_clients_send_still_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
@@ -258,7 +291,7 @@ async def test_a_patch_of_the_http_clients_send_method_still_works(
     assert seen == ["/v1/chat/completions"]
 
 
-async def test_an_observer_that_fails_neither_fails_nor_repeats_a_stream(
+async def test_a_failing_observer_does_not_repeat_a_stream(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with faulty_engine() as engine, openai_of(engine) as client:
@@ -267,7 +300,7 @@ async def test_an_observer_that_fails_neither_fails_nor_repeats_a_stream(
     assert caplog.text.count("An observer of a call failed") == 1
 
 
-async def test_an_observer_that_fails_neither_fails_a_heard_call_nor_the_hearing_of_others(
+async def test_a_failing_observer_of_a_heard_call_is_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, host = serve(monkeypatch), TaskHost("Listening failed")
@@ -291,63 +324,17 @@ async def test_an_observer_that_fails_neither_fails_a_heard_call_nor_the_hearing
 async def test_an_error_says_what_to_do_about_the_engine(
     fate: Fate, note: str | None, streams: bool
 ) -> None:
-    async with (
-        faulty_engine(*[fate] * 2) as engine,
-        client_of(engine, "unlinked", max_retries=0) as client,
-        FlashMoAChatClient("m", base_url=engine.url) as framework,
-    ):
-        framework.client.max_retries = 0
-        for ask in (ask_autogen(client, streams), ask_framework(framework, streams)):
-            with pytest.raises(Exception) as raised:
-                await ask
-            notes = getattr(raised.value, "__notes__", [])
-            assert [note in text and engine.url in text for text in notes if note] == (
-                [True] if note else []
-            )
-
-
-async def ask_autogen(client: OpenAIChatCompletionClient, streams: bool) -> None:
-    if streams:
-        async for _ in client.create_stream(ASK):
-            pass
-    else:
-        await client.create(ASK)
-
-
-async def ask_framework(client: FlashMoAChatClient, streams: bool) -> None:
-    question: Any = [Message("user", ["Go."])]
-    if streams:
-        async for _ in client.get_response(question, stream=True):
-            pass
-    else:
-        await client.get_response(question)
-
-
-@pytest.mark.parametrize("retries", [0, 2])
-@pytest.mark.parametrize("fate", ["fine", "cut", "error", 500, 404, "hang"])
-async def test_an_observed_agent_framework_call_has_the_same_outcome_as_an_unobserved_one(
-    fate: Fate, retries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_client, "find_calling_executor", object)
-    outcomes: list[Any] = []
-    for is_observed in (False, True):
+    for way in (by_autogen(is_stream=streams), by_agent_framework(is_stream=streams)):
         async with faulty_engine(fate) as engine:
-            client = FlashMoAChatClient("m", base_url=engine.url)
-            openai: Any = client.client
-            openai.max_retries, openai.timeout = retries, BRIEF if fate == "hang" else 5.0
-            workflow = WatchedWorkflow()
-            if is_observed:
-                client.linked_teams.add(workflow)  # type: ignore[arg-type]
-            try:
-                outcome: Any = (await client.get_response([Message("user", ["Go."])])).text
-            except Exception as error:
-                outcome = type(error), type(error.__cause__)
-            outcomes.append((outcome, engine.contents))
-            await client.close()
-    assert outcomes[0] == outcomes[1]
+            with pytest.raises(Exception) as raised:
+                await way([], engine, True, {"max_retries": 0})
+        notes = getattr(raised.value, "__notes__", [])
+        assert [note in text and engine.url in text for text in notes if note] == (
+            [True] if note else []
+        )
 
 
-async def test_an_agent_framework_stream_may_have_null_in_place_of_a_delta(
+async def test_agent_framework_streams_may_have_null_deltas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_client, "find_calling_executor", object)
@@ -367,7 +354,7 @@ async def test_an_agent_framework_stream_may_have_null_in_place_of_a_delta(
 
 
 class WatchedWorkflow:
-    """A linked workflow to which every request belongs."""
+    """A linked workflow that observes every request."""
 
     def observe(self, executor: object, request: CallRequest) -> CallObserver:
         return CallObserver(CallReporter(ignore, agent="a", engine=request.engine, model="m"))

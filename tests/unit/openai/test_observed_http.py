@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from flashmoa.openai import run
 from flashmoa.openai.http import PassingAnswer, advising
 from flashmoa.openai.io import ObservedIO
 from tests.unit.openai.fake_server import (
+    MESSAGES,
     TEXT,
     WORDS,
     FakeServer,
@@ -28,12 +29,13 @@ from tests.unit.openai.fake_server import (
     both_clients,
     chunks,
     in_pieces,
+    observed,
+    read,
     whole,
 )
 
 pytestmark = pytest.mark.anyio
 EVENTS = {"content-type": "text/event-stream"}
-MESSAGES: Any = [{"role": "user", "content": "Go."}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 
 
@@ -43,13 +45,23 @@ def texts(events: list[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, CallFinished)]
 
 
+def failure(events: list[Event]) -> CallFailed:
+    """Return the only failure."""
+    (failed,) = [event for event in events if isinstance(event, CallFailed)]
+    return failed
+
+
+def streaming(client: Any) -> Any:
+    """Ask for an answer whose body is read by hand."""
+    create = client.chat.completions.with_streaming_response.create
+    return create(model="m", messages=MESSAGES)
+
+
 @both_clients
-async def test_several_answers_are_asked_for_once_and_not_heard(server: FakeServer) -> None:
-    events: list[Event] = []
-    async with server.client() as client, run("several", listener=events.append):
-        await ask(client, "Go.", n=2)
-        await ask(client, "Go.", n=1)
-        await ask(client, "Go.", n=None)
+async def test_several_answers_are_not_heard(server: FakeServer) -> None:
+    async with observed(server, "several") as (client, events):
+        for number in (2, 1, None):
+            await ask(client, "Go.", n=number)
     sent = [headers for path, _, headers in server.requests if path.endswith("/completions")]
     assert [CALL_HEADER in headers for headers in sent] == [False, True, True]
     assert texts(events) == [TEXT] * 3
@@ -57,10 +69,8 @@ async def test_several_answers_are_asked_for_once_and_not_heard(server: FakeServ
 
 @both_clients
 async def test_streams_are_read_as_they_pass_on_no_channel(server: FakeServer) -> None:
-    events: list[Event] = []
-    async with server.client() as client, run("streams", listener=events.append):
-        answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-        assert "".join([event.choices[0].delta.content or "" async for event in answer]) == TEXT
+    async with observed(server, "streams") as (client, events):
+        assert await read(client) == WORDS
     ((_, _, headers),) = server.requests
     call = headers[CALL_HEADER].replace("-", "")
     assert not any(call.startswith(channel) for channel, _ in server.channels)
@@ -69,11 +79,10 @@ async def test_streams_are_read_as_they_pass_on_no_channel(server: FakeServer) -
 
 @both_clients
 @pytest.mark.parametrize("fields", ["x", [1]])
-async def test_a_prompt_that_cannot_be_reported_is_sent_all_the_same(
+async def test_a_prompt_that_cannot_be_reported_is_sent(
     server: FakeServer, fields: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    events: list[Event] = []
-    async with server.client() as client, run("reports", listener=events.append):
+    async with observed(server, "reports") as (client, events):
         choice = await ask(client, "Go.", extra_body={"chat_template_kwargs": fields})
     assert choice.message.content == TEXT and texts(events) == [TEXT]
     reports = [record for record in caplog.records if record.name.startswith("flashmoa.openai")]
@@ -93,11 +102,9 @@ async def test_a_compressed_stream_is_observed(server: FakeServer, coding: str) 
     lines = [f"data: {json.dumps(event)}\n\n" for event in chunks()]
     body = "".join([*lines, "data: [DONE]\n\n"]).encode()
     server.chat = lambda _: compressed(body, coding, "text/event-stream")
-    events: list[Event] = []
-    async with server.client() as client, run("compressed", listener=events.append):
-        answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-        pieces = [event.choices[0].delta.content or "" async for event in answer]
-    assert [piece for piece in pieces if piece] == WORDS and texts(events) == [TEXT]
+    async with observed(server, "compressed") as (client, events):
+        assert await read(client) == WORDS
+    assert texts(events) == [TEXT]
 
 
 @both_clients
@@ -108,48 +115,56 @@ async def test_a_document_that_is_read_in_pieces_is_observed(
     kind, body = "application/json", whole().content
     halves = [body[:40], body[40:]]
     server.chat = lambda _: compressed(body, coding, kind) if coding else in_pieces(halves, kind)
-    events: list[Event] = []
-    async with server.client() as client, run("document", listener=events.append):
-        create = client.chat.completions.with_streaming_response.create
-        async with create(model="m", messages=MESSAGES) as response:
-            answer: Any = await response.parse()
+    async with observed(server, "document") as (client, events), streaming(client) as response:
+        answer: Any = await response.parse()
     assert answer.choices[0].message.content == TEXT and texts(events) == [TEXT]
 
 
 @both_clients
-async def test_a_document_that_is_not_read_to_its_end_is_no_answer(server: FakeServer) -> None:
+async def test_a_document_that_is_not_read_whole_is_no_answer(server: FakeServer) -> None:
     body = whole().content
     server.chat = lambda _: in_pieces([body[:40], body[40:]], "application/json")
-    events: list[Event] = []
-    async with server.client() as client, run("left", listener=events.append):
-        create = client.chat.completions.with_streaming_response.create
-        async with create(model="m", messages=MESSAGES) as response:
-            async for _ in response.iter_bytes():
-                break
-    (failed,) = [event for event in events if isinstance(event, CallFailed)]
-    assert "not read to its end" in failed.error
+    async with observed(server, "left") as (client, events), streaming(client) as response:
+        async for _ in response.iter_bytes():
+            break
+    assert "not read to its end" in failure(events).error
+
+
+NESTED = b"[" * 100_000
+GZIP = {"content-encoding": "gzip"}
 
 
 @both_clients
-async def test_an_answer_in_a_wrong_encoding_fails_as_outside_of_runs(server: FakeServer) -> None:
-    server.chat = lambda _: in_pieces([b"no", b" gzip"], **{"content-encoding": "gzip"})
-    events: list[Event] = []
+@pytest.mark.parametrize(
+    ("answer", "error", "is_stream"),
+    [
+        (
+            lambda: in_pieces([b"no", b" gzip"], **GZIP),
+            (httpx.DecodingError, openai.APIError),
+            True,
+        ),
+        (lambda: refusal(200, NESTED), RecursionError, False),
+        (lambda: refusal(400, NESTED), openai.BadRequestError, False),
+    ],
+    ids=["encoding", "nesting", "nested refusal"],
+)
+async def test_an_odd_answer_fails_as_outside_of_runs(
+    server: FakeServer, answer: Callable[[], httpx.Response], error: Any, is_stream: bool
+) -> None:
+    server.chat = lambda _: answer()
     found: list[type[Exception]] = []
+
+    async def call(client: Any) -> None:
+        with pytest.raises(error) as raised:
+            await (read(client) if is_stream else ask(client, "Go."))
+        found.append(raised.type)
+
     async with server.client() as client:
-
-        async def call() -> None:
-            with pytest.raises((httpx.DecodingError, openai.APIError)) as raised:
-                async for _ in await client.chat.completions.create(
-                    model="m", messages=MESSAGES, stream=True
-                ):
-                    pass
-            found.append(raised.type)
-
-        await call()
-        async with run("wrong", listener=events.append):
-            await call()
+        await call(client)
+    async with observed(server, "odd") as (client, events):
+        await call(client)
     assert found[0] is found[1]
-    assert [type(event) for event in events].count(CallFailed) == 1
+    assert failure(events)
 
 
 def refusal(status: int, body: bytes, **headers: str) -> httpx.Response:
@@ -167,48 +182,26 @@ async def test_a_refusal_is_reported_with_its_message(
     problem = {"object": "error", "message": "the prompt is too long", "code": 400}
     body = {"error": problem} if is_wrapped else problem
     server.chat = lambda _: refusal(400, json.dumps(body).encode())
-    events: list[Event] = []
-    async with server.client() as client, run("refused", listener=events.append):
+    async with observed(server, "refused") as (client, events):
         with pytest.raises(openai.BadRequestError, match="the prompt is too long"):
             await client.chat.completions.create(model="m", messages=MESSAGES, **asked)
-    (failed,) = [event for event in events if isinstance(event, CallFailed)]
+    failed = failure(events)
     assert failed.error_type == "MalformedRequest" and "the prompt is too long" in failed.error
 
 
 @both_clients
-async def test_a_compressed_refusal_is_reported_with_its_message(server: FakeServer) -> None:
+async def test_a_compressed_refusal_is_reported(server: FakeServer) -> None:
     body = gzip.compress(b"Not yet.")
-    server.chat = lambda _: refusal(503, body, **{"content-encoding": "gzip"})
-    events: list[Event] = []
-    async with server.client() as client, run("refused", listener=events.append):
+    server.chat = lambda _: refusal(503, body, **GZIP)
+    async with observed(server, "refused") as (client, events):
         with pytest.raises(openai.InternalServerError):
-            await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-    (failed,) = [event for event in events if isinstance(event, CallFailed)]
+            await read(client)
+    failed = failure(events)
     assert failed.error_type == "EngineDraining" and "Not yet." in failed.error
 
 
 @both_clients
-@pytest.mark.parametrize("status", [200, 400])
-async def test_a_document_that_is_nested_too_deeply_fails_as_outside_of_runs(
-    server: FakeServer, status: int
-) -> None:
-    server.chat = lambda _: refusal(status, b"[" * 100_000)
-    found: list[type[Exception]] = []
-    async with server.client() as client:
-
-        async def call() -> None:
-            with pytest.raises((RecursionError, openai.APIError)) as raised:
-                await ask(client, "Go.")
-            found.append(raised.type)
-
-        await call()
-        async with run("deep"):
-            await call()
-    assert found[0] is found[1] is (RecursionError if status == 200 else openai.BadRequestError)
-
-
-@both_clients
-async def test_an_answer_is_complete_when_its_last_event_has_passed(server: FakeServer) -> None:
+async def test_an_answer_is_complete_after_its_last_event(server: FakeServer) -> None:
     """Whatever its connection does then."""
     events: list[Event] = []
 
@@ -220,32 +213,24 @@ async def test_an_answer_is_complete_when_its_last_event_has_passed(server: Fake
 
     server.chat = lambda _: in_pieces(breaking())
     async with server.client() as client, run("ends", listener=events.append):
-        answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
         with suppress(httpx.ReadError, openai.APIError):
-            async for _ in answer:
-                pass
+            await read(client)
     assert texts(events) == [TEXT]
 
 
 async def test_a_stream_that_a_hook_has_read_is_observed(server: FakeServer) -> None:
-    async def read(response: httpx.Response) -> None:
+    async def read_whole(response: httpx.Response) -> None:
         await response.aread()
 
-    events: list[Event] = []
-    http = httpx.AsyncClient(event_hooks={"response": [read]})
-    async with server.client(http_client=http) as client, run("hook", listener=events.append):
-        answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-        assert "".join([event.choices[0].delta.content or "" async for event in answer]) == TEXT
+    http = httpx.AsyncClient(event_hooks={"response": [read_whole]})
+    async with observed(server, "hook", http_client=http) as (client, events):
+        assert await read(client) == WORDS
         assert texts(events) == [TEXT]
 
 
 @both_clients
-async def test_no_first_token_is_reported_of_an_answer_that_comes_as_a_whole(
-    server: FakeServer,
-) -> None:
-    """Its server has no channel."""
-    events: list[Event] = []
-    async with server.client() as client, run("tools", listener=events.append):
+async def test_a_whole_answer_has_no_first_token(server: FakeServer) -> None:
+    async with observed(server, "tools") as (client, events):
         await ask(client, "Go.", tools=[TOOL])
     assert [type(event) for event in events] == [CallStarted, PromptSent, CallFinished]
     assert texts(events) == [TEXT]
@@ -276,7 +261,7 @@ class Unending(httpx.AsyncByteStream):
         await anyio.sleep_forever()
 
 
-async def test_an_answer_whose_reader_is_cancelled_has_failed() -> None:
+async def test_an_answer_with_a_cancelled_reader_has_failed() -> None:
     """Nobody may close the response afterwards."""
     response, recorder = httpx.Response(200, headers=EVENTS, stream=Unending()), Recorder()
     response.stream = watch(response, recorder)
@@ -297,7 +282,7 @@ async def test_an_answer_whose_reader_leaves_has_ended() -> None:
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])
-async def test_each_piece_of_text_is_observed_before_its_bytes_pass(library: str) -> None:
+async def test_text_is_observed_before_its_bytes_pass(library: str) -> None:
     """The decoders of the two libraries differ."""
     http = pytest.importorskip(library)
     encoder = zlib.compressobj(wbits=31)
@@ -322,7 +307,7 @@ async def test_each_piece_of_text_is_observed_before_its_bytes_pass(library: str
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])
-def test_an_engine_that_is_out_of_reach_is_named_with_either_library(library: str) -> None:
+def test_an_unreachable_engine_is_named(library: str) -> None:
     http = pytest.importorskip(library)
     request = http.Request("POST", "http://engine/v1/chat/completions")
     with pytest.raises(openai.APIConnectionError) as raised, advising("http://engine"):

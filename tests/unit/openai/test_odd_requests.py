@@ -1,4 +1,4 @@
-"""Test that unusual requests, and those of unusual clients, are answered as outside of runs."""
+"""Test that unusual requests and clients get the same answers as outside of runs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,24 @@ class Linked(CallObserver):
     headers = {"X-Mine": "ours", "X-Ours": "ours"}  # noqa: RUF012
 
 
+def intercept(
+    monkeypatch: pytest.MonkeyPatch, answers: list[httpx.Response]
+) -> list[httpx.Request]:
+    """Give these answers to the next requests. Return the requests so far."""
+    sent: list[httpx.Request] = []
+
+    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        sent.append(request)
+        return answers[len(sent) - 1]
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
+    return sent
+
+
 @pytest.fixture
 def send(server: FakeServer) -> Callable[..., Any]:
-    """Return a function that sends a request in a run, given arguments of it and its client."""
+    """Return a function that sends an observed request."""
 
     async def send(hooks: Any = None, **request: Any) -> httpx.Response:
         async with httpx.AsyncClient(event_hooks=hooks, timeout=9.0) as http:
@@ -40,7 +55,7 @@ def send(server: FakeServer) -> Callable[..., Any]:
     return send
 
 
-async def test_a_request_with_an_idempotency_key_is_sent_once_with_it(
+async def test_an_idempotency_key_is_sent_once(
     server: FakeServer, send: Callable[..., Any]
 ) -> None:
     """A server may repeat its first answer to the key, or refuse another body with it."""
@@ -49,7 +64,7 @@ async def test_a_request_with_an_idempotency_key_is_sent_once_with_it(
     assert body == BODY and headers["Idempotency-Key"] == "k"
 
 
-async def test_a_client_whose_hooks_read_responses_gets_them_whole(
+async def test_hooks_that_read_responses_get_them_whole(
     server: FakeServer, send: Callable[..., Any]
 ) -> None:
     async def read(response: httpx.Response) -> None:
@@ -78,18 +93,12 @@ async def test_a_client_whose_hooks_read_responses_gets_them_whole(
 async def test_a_body_of_any_form_is_sent_as_it_is(
     monkeypatch: pytest.MonkeyPatch, send: Callable[..., Any], content: bytes
 ) -> None:
-    sent: list[bytes] = []
-
-    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        sent.append(await request.aread())
-        return whole()
-
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
+    sent = intercept(monkeypatch, [whole()])
     assert (await send(json=None, content=content)).json() == whole().json()
-    assert sent == [content]
+    assert [request.content for request in sent] == [content]
 
 
-async def test_a_body_that_is_read_as_it_is_sent_passes_as_it_is(
+async def test_a_body_made_while_it_is_sent_passes(
     server: FakeServer, send: Callable[..., Any]
 ) -> None:
     async def pieces() -> AsyncIterator[bytes]:
@@ -103,16 +112,9 @@ async def test_a_request_is_sent_once_with_its_own_timeout(
     monkeypatch: pytest.MonkeyPatch, send: Callable[..., Any]
 ) -> None:
     """Also if it is refused, or answered by nothing."""
-    answers = [httpx.Response(400), stream([]), whole()]
-    left: list[float] = []
-
-    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        left.append(request.extensions["timeout"]["read"])
-        return answers[len(left) - 1]
-
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
-    assert [(await send()).status_code for _ in answers] == [400, 200, 200]
-    assert left == [9.0] * 3
+    sent = intercept(monkeypatch, [httpx.Response(400), stream([]), whole()])
+    assert [(await send()).status_code for _ in range(3)] == [400, 200, 200]
+    assert [request.extensions["timeout"]["read"] for request in sent] == [9.0] * 3
 
 
 async def test_headers_that_a_program_sends_itself_stay(
@@ -124,7 +126,7 @@ async def test_headers_that_a_program_sends_itself_stay(
     assert headers[STREAM_HEADER] == "s"
 
 
-async def test_a_request_that_is_sent_again_has_no_headers_of_the_link_before(
+async def test_headers_of_links_are_not_sent_again(
     server: FakeServer,
 ) -> None:
     observers: list[CallObserver | None] = [Linked(), None]
@@ -157,7 +159,7 @@ class Broken(CallObserver):
 
 
 @pytest.mark.parametrize("status", [200, 400])
-async def test_an_observer_that_fails_leaves_the_program_its_answer(
+async def test_a_failing_observer_leaves_the_answer(
     server: FakeServer, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.chat = lambda _: whole() if status == 200 else httpx.Response(status, json={})

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 from hypothesis import given
@@ -21,6 +19,7 @@ from flashmoa.observe import Event, LinkDeclined, LinkOpened, PromptSent
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
 from tests.unit.openai.fake_server import FakeServer
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -120,12 +119,6 @@ def test_odd_answers_are_no_problem_of_their_reader(odd: bytes, is_stream: bool)
     assert isinstance(reader.result(), CallResult | None)
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    with anyio.fail_after(20):
-        while not is_so():  # noqa: ASYNC110
-            await anyio.sleep(0.002)
-
-
 async def ask(server: FakeServer, client: Any, text: str, **more: Any) -> str:
     """Return the answer of the Responses API, streamed or not."""
 
@@ -166,7 +159,7 @@ async def test_calls_are_observed_and_expected_again(server: FakeServer, stream:
         {"role": "instructions", "content": "Check it."},
         {"role": "user", "content": "Check:\nA plan of Norway."},
     ]
-    # The prompt is rendered by what has the conversion, which is the server.
+    # The server converts the request, so the server renders the prompt.
     rendered = [body for path, body, _ in server.requests if path == "/render_response"]
     assert rendered[-1]["instructions"] == "Check it." and rendered[-1]["model"] == "m"
     sent = [headers for path, _, headers in server.requests if path.endswith("/responses")]
@@ -174,7 +167,7 @@ async def test_calls_are_observed_and_expected_again(server: FakeServer, stream:
     assert claims[:3] == [None] * 3 and made[1].started.stream_id == claims[3]
 
 
-async def test_a_prompt_that_is_stored_at_the_server_runs_unlinked_with_a_reason(
+async def test_a_prompt_stored_at_the_server_is_unlinked(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -194,7 +187,7 @@ async def test_a_prompt_that_is_stored_at_the_server_runs_unlinked_with_a_reason
     assert "Traceback" not in caplog.text
 
 
-async def test_calls_of_servers_without_the_plugin_run_unlinked_with_a_reason(
+async def test_calls_of_servers_without_plugin_are_unlinked(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stock, asked = server.answer, list[str]()

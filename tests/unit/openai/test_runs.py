@@ -1,4 +1,4 @@
-"""Test which runs are of one program, and how a run is begun."""
+"""Test how a run is begun, which program it belongs to, and when it writes a trace."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from flashmoa.link.learned_runs import Program
 from flashmoa.observe import CallFinished, Event
 from flashmoa.observe.events import FIRST
+from flashmoa.observe.trace import read
 from flashmoa.openai import agent, instrument, run
 from flashmoa.openai import runs as _runs
 from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
@@ -37,7 +38,7 @@ async def test_the_programs_that_ran_last_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(_runs, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(_runs, "_MAX_PROGRAMS", 3)
     for name in ("used", "user-1", "user-2", "used", "user-3", "user-4", "used"):
         async with run(name):
             pass
@@ -57,7 +58,7 @@ async def test_the_programs_that_ran_last_are_remembered(
         (["trip-1.py", "trip-2.py"], 2),
     ],
 )
-async def test_an_input_of_a_shell_is_one_program_each_time_that_it_is_entered(
+async def test_an_input_of_a_shell_is_one_program(
     programs: dict[str, Program], files: list[str], number: int
 ) -> None:
     for file in files:
@@ -68,7 +69,7 @@ async def test_an_input_of_a_shell_is_one_program_each_time_that_it_is_entered(
     assert len(programs) == number
 
 
-async def test_a_run_is_begun_at_each_call_of_a_function_that_it_decorates(
+async def test_a_decorated_function_begins_a_run_at_each_call(
     server: FakeServer, programs: dict[str, Program], tmp_path: Path
 ) -> None:
     events: list[Event] = []
@@ -94,7 +95,7 @@ async def test_a_run_can_be_entered_again_once_it_was_left(
     assert list(programs) == ["trip"]
 
 
-async def test_a_run_that_could_not_be_entered_can_be_entered_later(tmp_path: Path) -> None:
+async def test_a_run_can_be_entered_after_a_failed_entry(tmp_path: Path) -> None:
     file = tmp_path / "trip.jsonl"
     file.write_text("no trace")
     trip = run("trip", trace=file)
@@ -105,7 +106,23 @@ async def test_a_run_that_could_not_be_entered_can_be_entered_later(tmp_path: Pa
         pass
 
 
-async def test_calls_in_the_event_loop_of_another_thread_are_in_the_run_that_it_inherits(
+async def test_only_an_outermost_run_that_is_entered_replaces_its_trace(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    file, other = tmp_path / "run.jsonl", tmp_path / "inner.jsonl"
+    async with server.client() as client:
+        for _ in range(2):
+            async with run("outer", trace=file):
+                await ask(client, "First.")
+                for inner in (file, other):
+                    async with run("inner", trace=inner):
+                        await ask(client, "Second.")
+    run("never entered", trace=file)
+    assert sum(isinstance(event, CallFinished) for event in read(file)) == 3
+    assert not other.exists()
+
+
+async def test_event_loops_of_threads_are_in_inherited_runs(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     """Threads of ``asyncio.to_thread`` inherit it."""
@@ -144,7 +161,7 @@ async def test_calls_have_the_name_of_their_agent(
     assert names[3].startswith("test_calls_have_the_name_of_their_agent:")
 
 
-async def test_calls_have_the_name_of_their_agent_of_the_agents_sdk(
+async def test_calls_have_the_names_of_agents_sdk_agents(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It calls in a task of its own; a module of the user's may have its name."""
@@ -170,7 +187,7 @@ async def test_calls_have_the_name_of_their_agent_of_the_agents_sdk(
     assert names[0] == "writer" and all(":" in name for name in names[1:])
 
 
-async def test_the_first_run_of_a_program_says_that_it_is_only_watched(server: FakeServer) -> None:
+async def test_the_first_run_says_that_it_is_only_watched(server: FakeServer) -> None:
     reasons: list[list[str]] = []
     async with server.client() as client:
         for topics in (["a", "b"], ["a", "b", "c"]):
@@ -184,7 +201,7 @@ async def test_the_first_run_of_a_program_says_that_it_is_only_watched(server: F
     assert [reasons[1][0], reasons[1][2]] == [FIRST, "the run before had no such call"]
 
 
-async def test_a_client_is_observed_until_its_instrumentation_is_closed(
+async def test_a_client_is_observed_until_it_is_closed(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     seen: list[str] = []
@@ -210,16 +227,12 @@ async def test_a_client_is_observed_until_its_instrumentation_is_closed(
 @both_clients
 async def test_calls_of_a_run_name_their_session_to_routers(server: FakeServer) -> None:
     """A header that the program itself sends stays as it is."""
-    message: Any = [{"role": "user", "content": "a"}]
     async with server.client() as client:
         for _ in range(2):
             async with run("named"):
                 with agent("writer"):
-                    await client.chat.completions.create(model="m", messages=message)
-                mine = {"X-SMG-Routing-Key": "mine"}
-                await client.chat.completions.create(
-                    model="m", messages=message, extra_headers=mine
-                )
+                    await ask(client, "a")
+                await ask(client, "a", extra_headers={"X-SMG-Routing-Key": "mine"})
     sent = [headers for path, _, headers in server.requests if path.endswith("/completions")]
     runs = [headers["X-Dynamo-Parent-Session-Id"] for headers in sent]
     assert runs[0] == runs[1] != runs[2] == runs[3]
@@ -228,7 +241,7 @@ async def test_calls_of_a_run_name_their_session_to_routers(server: FakeServer) 
 
 
 @both_clients
-async def test_calls_of_an_agent_share_a_session_if_none_are_at_the_same_time(
+async def test_sequential_calls_of_an_agent_share_a_session(
     server: FakeServer,
 ) -> None:
     """Their prompts begin alike, and routers keep a session on one engine."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
+import anyio
 import httpx
 import pytest
 
 from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER, STREAM_HEADER, TOKENS_HEADER
 from flashmoa.openai import AsyncOpenAI, OpenAI, agent, run
 from flashmoa.openai.io import finish
+from flashmoa.openai.runs import RunContext
 from tests.unit.openai.fake_server import TEXT, URL, WORDS, FakeServer, in_pieces
-from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 Ahead = Literal["nothing", "known", "text"]
 Api = Literal["chat", "responses"]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -123,14 +125,12 @@ def calls_of(client: Any, api: Api, *, is_stream: bool) -> dict[str, Call]:
     }
 
 
-async def play(client: Any, calls: dict[str, Call], pause: Callable[[], Any]) -> dict[str, bytes]:
+async def play(calls: dict[str, Call], pause: Callable[[], Awaitable[None]]) -> dict[str, bytes]:
     """Make each call as an agent of its own, after a pause."""
     got: dict[str, bytes] = {}
     for name, call in calls.items():
         if got:
-            pausing = pause()
-            if not isinstance(client, OpenAI):
-                await pausing
+            await pause()
         with agent(name):
             got[name] = await call()
     return got
@@ -160,82 +160,72 @@ def check_headers(outside: list[httpx.Headers], inside: list[httpx.Headers]) -> 
         assert dict(before) == {name: now[name] for name in before}
 
 
-grid = [
-    pytest.mark.parametrize("api", ["chat", "responses"]),
-    pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"]),
-    pytest.mark.parametrize("ahead", ["nothing", "known", "text"]),
-]
-
-
-def over_the_grid(test: Any) -> Any:
-    for mark in grid:
-        test = mark(test)
-    return test
-
-
 def links_opened(server: FakeServer) -> bool:
     return any(path == "/prompt_streams" for path, _, _ in server.requests)
 
 
-@over_the_grid
-async def test_an_asynchronous_client_sends_and_gets_the_same_bytes(
-    answering: FakeServer, api: Api, is_stream: bool, ahead: Ahead
+@asynccontextmanager
+async def entered(run: RunContext, *, is_blocking: bool) -> AsyncGenerator[None]:
+    if is_blocking:
+        with run:
+            yield
+    else:
+        async with run:
+            yield
+
+
+async def check(
+    server: FakeServer, client: Any, api: Api, *, is_stream: bool, ahead: Ahead
 ) -> None:
-    is_linked = False
+    """Make all calls outside of runs and in two runs. With a blocking client, nothing suspends."""
+    is_linked, is_blocking = False, isinstance(client, OpenAI)
 
     async def pause() -> None:
-        await until(lambda: not is_linked or links_opened(answering), 20)
-
-    async with AsyncOpenAI(base_url=URL, max_retries=0) as client:
-        calls = calls_of(client, api, is_stream=is_stream)
-        got = await play(client, calls, pause)
-        sent, headers = take(answering)
-        assert len(sent) == len(calls)
-        for each in range(2):
-            is_linked = each == 1 and ahead != "nothing"
-            async with run(f"bytes {api} {is_stream} {ahead}", ahead=ahead):
-                assert await play(client, calls, pause) == got
-            assert not is_linked or links_opened(answering)
-            now, headers_now = take(answering)
-            assert now == sent
-            check_headers(headers, headers_now)
-            check_marks(headers_now, ahead, calls, is_stream=is_stream, is_linked=is_linked)
-
-
-@over_the_grid
-def test_a_blocking_client_sends_and_gets_the_same_bytes(
-    answering: FakeServer, api: Api, is_stream: bool, ahead: Ahead
-) -> None:
-    is_linked = False
-
-    def pause() -> None:
         deadline = time.monotonic() + 20
-        while is_linked and not links_opened(answering):
+        while is_linked and not links_opened(server):
             assert time.monotonic() < deadline
-            time.sleep(0.002)
+            if is_blocking:
+                time.sleep(0.002)  # noqa: ASYNC251 - no event loop runs here.
+            else:
+                await anyio.sleep(0.002)
 
-    with OpenAI(base_url=URL, max_retries=0) as client:
-        calls = calls_of(client, api, is_stream=is_stream)
-        got = finish(play(client, calls, pause))
-        sent, headers = take(answering)
-        for each in range(2):
-            is_linked = each == 1 and ahead != "nothing"
-            with run(f"blocking {api} {is_stream} {ahead}", ahead=ahead):
-                assert finish(play(client, calls, pause)) == got
-            assert not is_linked or links_opened(answering)
-            now, headers_now = take(answering)
-            assert now == sent
-            check_headers(headers, headers_now)
-            check_marks(headers_now, ahead, calls, is_stream=is_stream, is_linked=is_linked)
+    calls = calls_of(client, api, is_stream=is_stream)
+    got = await play(calls, pause)
+    sent, headers = take(server)
+    assert len(sent) == len(calls)
+    for number in range(2):
+        is_linked = number == 1 and ahead != "nothing"
+        name = f"bytes {api} {is_stream} {ahead} {is_blocking}"
+        async with entered(run(name, ahead=ahead), is_blocking=is_blocking):
+            assert await play(calls, pause) == got
+        assert not is_linked or links_opened(server)
+        now, headers_now = take(server)
+        assert now == sent
+        check_headers(headers, headers_now)
+        check_marks(headers_now, ahead, calls, is_linked=is_linked)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("ahead", ["nothing", "known", "text"])
+@pytest.mark.parametrize("is_blocking", [False, True], ids=["async", "blocking"])
+def test_a_client_sends_and_gets_the_same_bytes(
+    answering: FakeServer, api: Api, is_stream: bool, ahead: Ahead, is_blocking: bool
+) -> None:
+    if is_blocking:
+        with OpenAI(base_url=URL, max_retries=0) as client:
+            finish(check(answering, client, api, is_stream=is_stream, ahead=ahead))
+        return
+
+    async def check_async() -> None:
+        async with AsyncOpenAI(base_url=URL, max_retries=0) as client:
+            await check(answering, client, api, is_stream=is_stream, ahead=ahead)
+
+    asyncio.run(check_async())
 
 
 def check_marks(
-    headers: list[httpx.Headers],
-    ahead: Ahead,
-    calls: Mapping[str, Call],
-    *,
-    is_stream: bool,
-    is_linked: bool,
+    headers: list[httpx.Headers], ahead: Ahead, calls: Mapping[str, Call], *, is_linked: bool
 ) -> None:
     """Check which calls are marked, so that the test is about calls that are linked and heard."""
     heard = [name for name, each in zip(calls, headers, strict=True) if CALL_HEADER in each]

@@ -1,4 +1,4 @@
-"""A client of Agent Framework whose engine is fake: it says what was streamed to which prompt."""
+"""A client of Agent Framework with a fake engine, which keeps the streamed part of each prompt."""
 
 from __future__ import annotations
 
@@ -60,6 +60,10 @@ class FakeEngine:
         self._channels: dict[str, MemoryObjectSendStream[dict[str, Any]]] = {}
         openai: Any = client.client
         openai._client._transport = _Transport(self._chat)
+
+    @property
+    def statuses(self) -> list[str | None]:
+        return [sent.status for sent in self.sent]
 
     async def _render(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
         return render(messages, fields.get("tools"))
@@ -191,7 +195,7 @@ def chain(client: FlashMoAChatClient, *participants: Any) -> Workflow:
 async def run_linked(
     workflow: Workflow, *, task: str | Message = "task", runs: int = 1, **options: Any
 ) -> list[str]:
-    """Link a workflow and run it. Return the reasons for which agents were not linked."""
+    """Link a workflow and run it. Return the reasons why agents were not linked."""
     events: list[Event] = []
     linked = link(workflow, listener=events.append)
     for _ in range(runs):

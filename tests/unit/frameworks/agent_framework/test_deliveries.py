@@ -52,7 +52,7 @@ def build(edges: str) -> Workflow:
         # What an executor sends that is reached by two ways may reach others twice at once, so that
         # its receivers get two messages one after the other.
         ("s>ab ac bc cd", "sa sb"),
-        # What comes after such a receiver is left out, too.
+        # Deliveries after such a receiver are left out, too.
         ("sa sb ab bc cd", "sa"),
         # In a loop, a round's message has gone around before the next one is sent.
         ("sa ab ba? bc? cd", "ab cd"),

@@ -1,4 +1,4 @@
-"""Test which clients a link observes, and what is refused; no engine."""
+"""Test which clients a link observes, and which arguments it refuses; no engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.frameworks.agent_framework.fakes import agent, chain, make_clien
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_refused_workflow_leaves_an_existing_trace_as_it_is(tmp_path: Path) -> None:
+async def test_a_refused_workflow_leaves_its_trace(tmp_path: Path) -> None:
     client, _ = make_client()
     file, workflow = tmp_path / "run.jsonl", chain(client)
     linked = link(workflow, trace=file)
@@ -39,7 +39,7 @@ async def test_a_refused_workflow_leaves_an_existing_trace_as_it_is(tmp_path: Pa
     assert written and file.read_text() == written
 
 
-def test_nested_workflows_are_named_if_there_is_nothing_else_to_link() -> None:
+def test_nested_workflows_are_named() -> None:
     client, _ = make_client()
     builder = SequentialBuilder(participants=[agent(client, name) for name in "ab"])
     with pytest.raises(ValueError, match=r"\['a', 'b'\] run workflows of their own"):
@@ -89,7 +89,7 @@ def conditional(client: FlashMoAChatClient) -> Workflow:
         ),
     ],
 )
-async def test_a_workflow_in_which_nothing_is_linked_says_so_when_it_is_linked_and_in_its_report(
+async def test_a_workflow_without_links_says_so(
     make: Callable[[FlashMoAChatClient], Workflow],
     logged: str,
     reasons: set[str],
@@ -109,14 +109,14 @@ async def test_a_workflow_in_which_nothing_is_linked_says_so_when_it_is_linked_a
     await linked.close()
 
 
-def test_a_workflow_with_an_agent_that_can_be_linked_logs_nothing(
+def test_a_workflow_with_a_linkable_agent_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     link(chain(make_client()[0]))
     assert caplog.messages == []
 
 
-async def test_an_agent_after_one_with_another_client_says_so() -> None:
+async def test_an_agent_after_another_client_says_so() -> None:
     client, _ = make_client()
     stock = OpenAIChatCompletionClient("m", api_key="none")
     answer = ChatResponse(messages=[Message("assistant", ["text"])])
@@ -149,7 +149,7 @@ def test_a_client_of_openai_is_refused() -> None:
         FlashMoAChatClient("m", async_client=mine)
 
 
-async def test_the_calling_executor_is_sought_once_for_all_linked_teams(
+async def test_the_calling_executor_is_sought_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client may be used by thousands of workflows, and to seek it takes a walk of the stack."""
@@ -169,4 +169,4 @@ async def test_the_calling_executor_is_sought_once_for_all_linked_teams(
     link(workflow)
     await workflow.run("task")
     assert found == [workflow.executors["a"], workflow.executors["b"]]
-    assert [sent.status for sent in fake.sent] == [None, "hit"]
+    assert fake.statuses == [None, "hit"]

@@ -41,10 +41,6 @@ class Adds(ChatMiddleware):
         await call_next()
 
 
-def statuses(fake: FakeEngine) -> list[str | None]:
-    return [sent.status for sent in fake.sent]
-
-
 def compacted() -> SlidingWindowStrategy:
     return SlidingWindowStrategy(keep_last_groups=1)
 
@@ -97,16 +93,16 @@ def with_another_run(client: FlashMoAChatClient) -> Any:
         (with_another_run, "it is a Agent, not a stock Agent"),
     ],
 )
-async def test_what_changes_an_agents_requests_is_declined_once(
+async def test_changed_requests_are_declined_once(
     make: Callable[[FlashMoAChatClient], Any], expected: str
 ) -> None:
     client, fake = make_client()
     (reason,) = await run_linked(chain(client, make(client)), runs=2)
     assert expected in reason
-    assert not any(statuses(fake))
+    assert not any(fake.statuses)
 
 
-async def test_texts_of_an_agent_whose_client_has_middleware_are_not_forwarded() -> None:
+async def test_texts_of_clients_with_middleware_stay() -> None:
     (changing, _), (client, fake) = make_client(middleware=[Adds()]), make_client()
     events: list[Event] = []
     rest = [agent(client, name) for name in "bc"]
@@ -114,7 +110,7 @@ async def test_texts_of_an_agent_whose_client_has_middleware_are_not_forwarded()
     link(workflow, listener=events.append)
     await workflow.run("task")
     opened = [event.agent for event in events if isinstance(event, LinkOpened)]
-    assert opened == ["c"] and statuses(fake) == [None, "hit"]
+    assert opened == ["c"] and fake.statuses == [None, "hit"]
     assert not [event for event in events if isinstance(event, LinkWaits)]
 
 
@@ -124,7 +120,7 @@ async def test_middleware_of_a_run_is_declined() -> None:
     for kwargs, status in (({"middleware": [Adds()]}, None), (None, "hit")):
         fake.sent.clear()
         await run_linked(workflow, client_kwargs=kwargs)
-        assert statuses(fake) == [None, status]
+        assert fake.statuses == [None, status]
 
 
 async def test_mcp_servers_of_a_run_are_not_asked() -> None:
@@ -149,7 +145,7 @@ async def test_mcp_servers_of_a_run_are_not_asked() -> None:
     assert len(reasons) == 1 and "MCP servers" in reasons[0]
 
 
-async def test_a_client_with_a_method_of_its_own_is_not_called_for_predictions() -> None:
+async def test_a_clients_own_methods_are_not_called() -> None:
     client = Counts("m", base_url="http://127.0.0.1:9/v1")
     fake = FakeEngine(client, lambda _: fakes.ANSWER)
     stock, _ = make_client()
@@ -159,9 +155,7 @@ async def test_a_client_with_a_method_of_its_own_is_not_called_for_predictions()
 
 
 @pytest.mark.parametrize("hook", ["message_preparer", "response_parser"])
-async def test_hooks_of_a_client_are_not_called_for_predictions(
-    hook: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hooks_of_a_client_are_not_called(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of later releases have them as arguments."""
     called: list[str] = []
     stock: Any = FlashMoAChatClient._prepare_message_for_openai
@@ -186,7 +180,7 @@ async def test_hooks_of_a_client_are_not_called_for_predictions(
         counts.append(len(called))
         called.clear()
     assert counts[0] == counts[1] == (5 if hook == "message_preparer" else 0)
-    assert [hook in reason for reason in reasons] == [True] and statuses(fake) == [None] * 2
+    assert [hook in reason for reason in reasons] == [True] and fake.statuses == [None] * 2
 
 
 class Prepares(Agent[Any]):
@@ -202,13 +196,13 @@ class Names(Agent[Any]):
         super().__init__(client, f"You are {name}.", name=name)
 
 
-async def test_methods_of_an_agents_own_class_are_not_called_for_predictions() -> None:
+async def test_methods_of_an_agents_own_class_are_not_called() -> None:
     client, fake = make_client()
     (reason,) = await run_linked(chain(client, Prepares(client, "You are b.", name="b")))
     assert reason == "it is a Prepares, not a stock Agent"
-    assert Prepares.prepared == 1 and statuses(fake) == [None, None]
+    assert Prepares.prepared == 1 and fake.statuses == [None, None]
     assert await run_linked(chain(client, Names(client, "b"))) == []
-    assert statuses(fake)[2:] == [None, "hit"]
+    assert fake.statuses[2:] == [None, "hit"]
 
 
 async def test_agents_without_names_are_linked() -> None:
@@ -216,11 +210,11 @@ async def test_agents_without_names_are_linked() -> None:
     client, fake = make_client()
     agents = [Agent(client, f"You are {name}.") for name in "ab"]
     assert await run_linked(SequentialBuilder(participants=agents).build()) == []
-    assert statuses(fake) == [None, "hit"]
+    assert fake.statuses == [None, "hit"]
     assert "<assistant:UnnamedAgent>" in fake.sent[-1].prompt
 
 
-async def test_an_agent_that_resumes_after_an_approval_is_not_predicted() -> None:
+async def test_an_agent_after_an_approval_is_not_predicted() -> None:
     """Others also get the tool's result."""
 
     @tool(approval_mode="always_require")
@@ -246,7 +240,7 @@ async def test_an_agent_that_resumes_after_an_approval_is_not_predicted() -> Non
         each.request_id: each.data.to_function_approval_response(approved=True) for each in requests
     }
     await workflow.run(responses=approved)
-    assert statuses(fake) == [None] * 3
+    assert fake.statuses == [None] * 3
     assert not [event for event in events if isinstance(event, LinkOpened)]
 
 
@@ -279,10 +273,10 @@ async def test_code_of_the_users_is_not_run_ahead() -> None:
         (reason,) = await run_linked(workflow)
         assert "code of your own, which is not run" in reason
         assert len(ran) == 1
-    assert statuses(fake) == [None] * 5
+    assert fake.statuses == [None] * 5
 
 
-async def test_executors_of_the_framework_are_not_called_code_of_the_users() -> None:
+async def test_executors_of_the_framework_are_not_user_code() -> None:
     client, _ = make_client()
     chat = GroupChatBuilder(
         participants=[agent(client, "a")], max_rounds=1, selection_func=lambda _: "a"
@@ -295,7 +289,7 @@ async def test_executors_of_the_framework_are_not_called_code_of_the_users() -> 
     ]
 
 
-async def test_each_agent_that_could_be_linked_gets_a_reason_if_none_is_predictable() -> None:
+async def test_each_unpredictable_agent_gets_a_reason() -> None:
     client, fake = make_client(middleware=[Adds()])
     assert await run_linked(chain(client), runs=2) == ["its client has middleware"]
-    assert statuses(fake) == [None] * 4
+    assert fake.statuses == [None] * 4

@@ -40,10 +40,10 @@ def test_a_client_without_a_model_names_itself(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Engine:
-    """Answers synchronous requests; is down as long as it has no answer.
+    """Answers synchronous requests; is down while it has no answer.
 
     Attributes:
-        threads: those in which it was asked.
+        threads: the threads that asked it.
         requests: the options of the requests.
     """
 
@@ -67,6 +67,11 @@ class Engine:
         return httpx.Response(self.status, json=self.answer, request=request)
 
 
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch)
+
+
 def make() -> FlashMoAChatCompletionClient:
     return FlashMoAChatCompletionClient(model="m", base_url=URL)
 
@@ -83,7 +88,7 @@ def by_dump(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionClien
     return FlashMoAChatCompletionClient.load_component(client.dump_component())
 
 
-async def test_only_an_engine_that_was_not_reached_is_said_not_to_be() -> None:
+async def test_only_an_unreachable_engine_is_called_so() -> None:
     call = partial(
         FlashMoAChatCompletionClient.create, messages=[UserMessage(content="?", source="user")]
     )
@@ -97,10 +102,9 @@ async def test_only_an_engine_that_was_not_reached_is_said_not_to_be() -> None:
     assert not getattr(raised.value, "__notes__", [])
 
 
-async def test_an_engine_that_was_down_is_asked_again_and_the_guess_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_an_engine_that_was_down_is_asked_again(
+    engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(monkeypatch)
     client = make()
     (warning,) = warnings(caplog)
     assert URL in warning and "refused" in warning and "asked again" in warning
@@ -117,9 +121,10 @@ async def test_an_engine_that_was_down_is_asked_again_and_the_guess_is_logged_on
     assert warnings(caplog) == [warning]
 
 
-async def test_a_call_asks_again_without_blocking_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_asks_again_without_blocking_the_loop(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
     serve(monkeypatch)
-    engine = Engine(monkeypatch)
     client = make()
     engine.now += 10
     engine.answer = BLIND
@@ -130,10 +135,10 @@ async def test_a_call_asks_again_without_blocking_the_loop(monkeypatch: pytest.M
     await client.close()
 
 
-async def test_tools_without_a_parser_at_the_engine_are_explained_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_tools_without_a_parser_are_explained_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Engine(monkeypatch).answer = BLIND
+    engine.answer = BLIND
     client = make()
     tool: Any = {"name": "search", "description": "Search."}
     for _ in range(2):
@@ -144,11 +149,10 @@ async def test_tools_without_a_parser_at_the_engine_are_explained_once(
 
 
 @pytest.mark.parametrize("copy", [by_pickle, by_dump])
-async def test_a_copy_of_a_client_takes_no_guess_for_what_the_engine_told(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_copy_of_a_client_keeps_no_guess(
+    engine: Engine,
     copy: Callable[[FlashMoAChatCompletionClient], FlashMoAChatCompletionClient],
 ) -> None:
-    engine = Engine(monkeypatch)
     guessing = make()
     engine.answer = SEEING
     told = copy(guessing)
@@ -159,9 +163,8 @@ async def test_a_copy_of_a_client_takes_no_guess_for_what_the_engine_told(
 
 @pytest.mark.parametrize(("status", "tries"), [(404, 1), (503, 2)])
 async def test_a_server_without_the_route_is_not_asked_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: int, tries: int
+    engine: Engine, caplog: pytest.LogCaptureFixture, status: int, tries: int
 ) -> None:
-    engine = Engine(monkeypatch)
     engine.answer, engine.status = {}, status
     client = make()
     engine.now += 1000
@@ -175,8 +178,7 @@ PIXEL = (
 )
 
 
-def test_images_are_for_models_with_vision(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch)
+def test_images_are_for_models_with_vision(engine: Engine) -> None:
     message = UserMessage(content=["Look:", Image.from_base64(PIXEL)], source="user")
     engine.answer = SEEING
     assert "image_url" in str(make()._request([message]).body["messages"])
@@ -185,7 +187,7 @@ def test_images_are_for_models_with_vision(monkeypatch: pytest.MonkeyPatch) -> N
         make()._request([message])
 
 
-def test_the_default_url_is_that_of_the_environment_or_sglangs(
+def test_the_default_url_is_the_environments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
@@ -200,10 +202,7 @@ MODELS = {"data": [{"id": "other", "max_model_len": 111}, {"id": "m", "max_model
 
 
 @pytest.mark.parametrize(("model", "expected"), [("m", 9999), ("other", 111), ("unlisted", 111)])
-def test_context_is_that_of_the_clients_model_and_asked_for_once(
-    monkeypatch: pytest.MonkeyPatch, model: str, expected: int
-) -> None:
-    engine = Engine(monkeypatch)
+def test_the_context_length_is_asked_for_once(engine: Engine, model: str, expected: int) -> None:
     engine.answer = MODELS
     asked = SynchronousEngine(URL, {"x-tenant": "a"})
     assert [asked.context_length(model) for _ in range(2)] == [expected] * 2
@@ -213,10 +212,8 @@ def test_context_is_that_of_the_clients_model_and_asked_for_once(
 @pytest.mark.parametrize(
     "answer", [{}, {"data": []}, {"data": None}, {"data": [{"id": "m", "max_model_len": None}]}]
 )
-def test_engine_that_tells_no_context_is_named(
-    monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]
-) -> None:
-    Engine(monkeypatch).answer = answer
+def test_engine_that_tells_no_context_is_named(engine: Engine, answer: dict[str, Any]) -> None:
+    engine.answer = answer
     with pytest.raises(BadAnswer, match=f"{URL}/v1/models is not an engine's"):
         SynchronousEngine(URL, {}).context_length("m")
 
@@ -240,7 +237,7 @@ def client() -> FlashMoAChatCompletionClient:
     )
 
 
-async def test_a_predicted_call_is_rendered_with_its_own_fields(
+async def test_a_predicted_call_has_its_own_fields(
     client: FlashMoAChatCompletionClient,
 ) -> None:
     tools = [FunctionTool(look, "Look.")]
@@ -263,7 +260,7 @@ async def test_a_predicted_call_is_rendered_with_its_own_fields(
     }
 
 
-async def test_a_scored_call_is_rendered_with_what_scoring_gives_templates(
+async def test_a_scored_call_has_the_fields_of_scoring(
     client: FlashMoAChatCompletionClient,
 ) -> None:
     request = await first_request(CapturingClient(client).score(MESSAGES, ["yes", "no"]))
@@ -271,9 +268,8 @@ async def test_a_scored_call_is_rendered_with_what_scoring_gives_templates(
 
 
 def test_tokens_are_counted_with_the_clients_fields(
-    client: FlashMoAChatCompletionClient, monkeypatch: pytest.MonkeyPatch
+    client: FlashMoAChatCompletionClient, engine: Engine
 ) -> None:
-    engine = Engine(monkeypatch)
     engine.answer = {"tokens": [1, 2, 3]}
     assert client.count_tokens(MESSAGES) == 3
     body = engine.requests[-1]["json"]
@@ -294,7 +290,7 @@ def frequent_switches() -> Generator[None]:
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_calls_find_teams_while_other_threads_link_and_forget_theirs() -> None:
+def test_calls_find_teams_while_threads_link_others() -> None:
     client = FlashMoAChatCompletionClient(model="gpt-4o", base_url="http://engine")
     linked: Any = client.linked_teams
     kept = [Team() for _ in range(100)]

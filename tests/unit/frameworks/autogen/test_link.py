@@ -72,7 +72,7 @@ def test_what_cannot_be_linked_is_refused() -> None:
         link(make_team(OpenAIChatCompletionClient(model="gpt-4o", api_key="none")))
 
 
-async def test_linking_a_team_again_replaces_its_link_and_its_trace(tmp_path: Path) -> None:
+async def test_linking_again_replaces_the_link_and_its_trace(tmp_path: Path) -> None:
     """As when a cell of a notebook is run once more."""
     client = make_client()
     team, file = make_team(client), tmp_path / "run.jsonl"
@@ -86,7 +86,7 @@ async def test_linking_a_team_again_replaces_its_link_and_its_trace(tmp_path: Pa
     assert list(client.linked_teams) == []
 
 
-async def test_a_team_within_a_linked_team_does_not_end_its_trace(tmp_path: Path) -> None:
+async def test_an_inner_team_does_not_end_its_trace(tmp_path: Path) -> None:
     """It may be linked on its own afterwards, and its link be closed."""
     client, file = make_client(), tmp_path / "run.jsonl"
     inner = make_team(client)
@@ -114,7 +114,7 @@ def test_a_link_that_cannot_be_made_ends_no_trace(tmp_path: Path) -> None:
     assert read(file) == [NOTE]
 
 
-async def test_calls_go_to_the_clients_listener_or_to_that_of_their_linked_team(
+async def test_calls_go_to_the_clients_or_teams_listener(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, events = serve(monkeypatch), list[Event]()
@@ -151,7 +151,7 @@ async def test_the_first_call_of_each_run_says_so(monkeypatch: pytest.MonkeyPatc
     await client.close()
 
 
-async def test_a_team_with_another_manager_says_that_its_rules_are_unknown(
+async def test_an_unknown_manager_is_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Backwards(RoundRobinGroupChatManager):
@@ -182,10 +182,10 @@ async def test_a_team_with_another_manager_says_that_its_rules_are_unknown(
     )
 
 
-async def test_a_team_that_cannot_be_linked_runs_with_auto_link(
+async def test_auto_link_runs_a_team_that_it_cannot_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its agent keeps its client in an attribute in which links do not look for it."""
+    """Links do not find the client of its agent."""
     serve(monkeypatch)
 
     class Own(AssistantAgent):
@@ -208,14 +208,14 @@ async def test_a_team_that_cannot_be_linked_runs_with_auto_link(
     [([], 1, 1, True), ([], 2, 1, False), ([], 0, 1, False)]
     + [([UNCERTAIN], received, 0, True) for received in (0, 5)],
 )
-def test_a_link_is_used_if_its_agent_received_what_was_forecast(
+def test_a_link_is_used_if_its_forecast_came_true(
     slots: list[str], received: int, expected: int, is_used: bool
 ) -> None:
     """One whose end is uncertain is used whatever comes."""
     assert has_received(received, expected, Prompt(["known", *map(Slot, slots)])) is is_used
 
 
-def test_a_link_waits_for_no_message_but_those_of_its_forecast() -> None:
+def test_a_link_waits_only_for_forecast_messages() -> None:
     turn, later = Turn("b", (frozenset("a"),)), Turn("b", (frozenset("x"), frozenset("a")))
     waiting = Prompt(["known", Slot("a")])
     assert awaits(turn, 1, waiting)
@@ -229,7 +229,7 @@ class Agent:
         return owners(), weakref.ref(local)
 
 
-def test_a_look_at_the_stack_keeps_no_local_variable_alive() -> None:
+def test_a_look_at_the_stack_keeps_nothing_alive() -> None:
     """Prompts and answers are freed at once, and not when the garbage collector comes by."""
     gc.disable()
     try:

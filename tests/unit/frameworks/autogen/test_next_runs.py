@@ -30,7 +30,7 @@ def count(events: list[Event], kind: type[Event]) -> Counter[str]:
 
 
 async def test_teams_that_run_once_leave_no_stream_open() -> None:
-    """As those of a server that makes a team for each request."""
+    """A server may make a team for each request."""
     client, events = make_client(), list[Event]()
     teams = [make_team(client, "one", "two") for _ in range(20)]
     links = [link(team, listener=events.append) for team in teams]
@@ -45,7 +45,7 @@ async def test_teams_that_run_once_leave_no_stream_open() -> None:
 
 
 @pytest.mark.parametrize("pause", [False, True])
-async def test_a_team_that_has_run_twice_is_linked_for_its_next_run(pause: bool) -> None:
+async def test_a_team_that_ran_twice_is_linked_for_the_next(pause: bool) -> None:
     """A run may also begin before the end of the one before it is noticed."""
     client, events = make_client(), list[Event]()
     team = make_team(client, "one", "two")

@@ -73,7 +73,7 @@ def _tool() -> FunctionTool:
 
 
 def _three(client: Client, second: BaseChatAgent, turns: int = 6) -> BaseGroupChat:
-    """Make a team of three in which the second agent and the third are each linked twice."""
+    """Make a team of three; its second and third agent are linked twice."""
     members = [agent(client, "one"), second, agent(client, "three")]
     return RoundRobinGroupChat(members, max_turns=turns)
 
@@ -227,7 +227,7 @@ def client(plain: Client, count_run: CountRun) -> BaseGroupChat:
 
 @dataclass
 class Run:
-    """How often user-defined code ran in a run, what was sent, and which links were declined."""
+    """The number of calls of user-defined code in a run, the requests, and declined links."""
 
     runs: int
     sent: list[Any]
@@ -299,7 +299,7 @@ async def test_overriding_code_runs_as_often_as_unlinked(
 
 
 @pytest.mark.parametrize("build", [stream, workbench_of_one], ids=lambda build: build.__name__)
-async def test_overriding_code_of_included_agents_is_run_ahead(
+async def test_code_of_included_agents_is_run_ahead(
     monkeypatch: pytest.MonkeyPatch, build: Build
 ) -> None:
     plain = await run_team(monkeypatch, build, linked=False)
@@ -317,7 +317,7 @@ class WithSerializer(BaseModel):
         return city.upper()
 
 
-def test_structured_messages_are_stock_unless_their_content_has_serializers() -> None:
+def test_structured_messages_with_serializers_are_own() -> None:
     class Plain(BaseModel):
         city: str
 
@@ -327,7 +327,7 @@ def test_structured_messages_are_stock_unless_their_content_has_serializers() ->
         require_stock_message(other)
 
 
-def test_a_tool_whose_prompt_is_stock_may_have_code_of_its_own() -> None:
+def test_a_tool_with_a_stock_prompt_may_have_code() -> None:
     class Counting(FunctionTool):
         async def run(self, *args: Any, **kwargs: Any) -> Any: ...
 

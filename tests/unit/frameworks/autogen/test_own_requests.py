@@ -52,7 +52,7 @@ one_call = st.one_of(
     thought=st.sampled_from([None, "Hm.\n"]),
     context=st.sampled_from(CONTEXTS),
 )
-def test_every_request_after_tools_is_predicted_exactly(
+def test_every_request_after_tools_is_predicted(
     script: list[list[tuple[str, object]]],
     iterations: int,
     reflects: bool,
@@ -135,7 +135,7 @@ async def test_a_context_that_counts_tokens_is_not_predicted() -> None:
     assert not client.predictions and "TokenLimited" in client.problems[0]
 
 
-async def test_a_workbench_is_not_asked_for_its_tools_once_more() -> None:
+async def test_a_workbench_is_not_asked_again_for_tools() -> None:
     asked = 0
 
     class Bench(StaticWorkbench):

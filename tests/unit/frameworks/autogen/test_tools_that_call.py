@@ -180,7 +180,7 @@ async def test_what_a_tool_leaves_running_is_not_its_agents(client: Client) -> N
     assert (await run_linked(client, agent))[0] == ["one", "one"]
 
 
-async def test_a_tool_of_an_agent_with_another_client_makes_no_call_of_its_agent(
+async def test_tools_of_agents_with_other_clients_call_alone(
     client: Client,
 ) -> None:
     other = OpenAIChatCompletionClient(model="gpt-4o", api_key="EMPTY")
@@ -189,7 +189,7 @@ async def test_a_tool_of_an_agent_with_another_client_makes_no_call_of_its_agent
     assert callers == ["two"] and len(held) == 1
 
 
-async def test_calls_that_an_agent_makes_in_tasks_are_its_own(client: Client) -> None:
+async def test_calls_that_an_agent_makes_in_tasks_are_its(client: Client) -> None:
     class Impatient(BaseChatAgent):
         produced_message_types = (TextMessage,)
 
@@ -206,7 +206,7 @@ async def test_calls_that_an_agent_makes_in_tasks_are_its_own(client: Client) ->
     assert (await run_linked(client, agent))[0] == ["one", "one"]
 
 
-async def test_a_client_may_send_its_requests_in_tasks_of_its_own(client: Client) -> None:
+async def test_a_client_may_send_its_requests_in_tasks(client: Client) -> None:
     create = client.create
 
     async def create_in_task(*arguments: Any, **options: Any) -> CreateResult:
@@ -221,7 +221,7 @@ async def test_a_client_may_send_its_requests_in_tasks_of_its_own(client: Client
     assert (await run_linked(client, agent))[0] == ["one", "one"]
 
 
-async def test_agents_of_a_team_that_is_a_tool_make_calls_of_their_own(client: Client) -> None:
+async def test_agents_of_a_team_tool_make_their_own_calls(client: Client) -> None:
     inner = RoundRobinGroupChat([AssistantAgent("inner", client)], max_turns=1)
     inner_events: list[Event] = []
     inner_link = link(inner, listener=inner_events.append)

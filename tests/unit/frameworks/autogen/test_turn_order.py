@@ -70,7 +70,7 @@ def oracle(edges: Edges, size: int) -> list[Writers]:
 
 
 @given(graph=graphs())
-def test_turns_of_an_unconditional_graph_are_forecast_to_its_end(graph: tuple[Edges, int]) -> None:
+def test_turns_of_a_graph_are_forecast_to_its_end(graph: tuple[Edges, int]) -> None:
     edges, size = graph
     manager = graph_manager(edges, size)
     steps = oracle(edges, size)
@@ -84,7 +84,7 @@ def test_turns_of_an_unconditional_graph_are_forecast_to_its_end(graph: tuple[Ed
     assert before == after
 
 
-def test_turns_after_a_condition_are_unsure_and_the_last_ones_forecast() -> None:
+def test_turns_after_a_condition_are_unsure() -> None:
     edges: Edges = {(0, 1), (0, 2), (1, 3), (2, 3)}
     manager = graph_manager(edges, 4, conditions={(0, 1), (0, 2)})
     manager._active_speakers = ["a0"]
@@ -111,7 +111,7 @@ def idle_manager(kind: Any, **state: Any) -> Any:
     return manager
 
 
-def test_the_first_turns_of_the_next_run_are_forecast_by_every_manager() -> None:
+def test_every_manager_forecasts_first_turns() -> None:
     handoff = HandoffMessage(content="Go.", source="one", target="three")
     swarm = idle_manager(SwarmGroupChatManager, _current_speaker="one")
     assert first_turns(swarm) == [Turn("one", sure=False)]

@@ -1,11 +1,20 @@
-"""Test that workflows within a linked workflow are not run by dry runs; no engine."""
+"""Test workflows in workflows, which dry runs do not run, and loops; no engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from agent_framework import Agent, Workflow
+from agent_framework import (
+    Agent,
+    AgentExecutor,
+    AgentExecutorResponse,
+    Executor,
+    Workflow,
+    WorkflowBuilder,
+    WorkflowContext,
+    handler,
+)
 from agent_framework.orchestrations import SequentialBuilder
 
 from flashmoa.agent_framework import FlashMoAChatClient, link
@@ -50,10 +59,38 @@ async def test_a_nested_workflow_is_never_run_on_a_copy(build: Any) -> None:
     assert len(reasons) == 1 and "it runs a workflow" in reasons[0]
 
 
-async def test_the_workflow_within_is_linked_if_it_is_linked_itself() -> None:
+async def test_an_inner_workflow_is_linked_by_itself() -> None:
     client, fake = make_client()
     nested = inner(client)
     outer = chain(client, nested.as_agent(name="b"))
     link(nested)
     await run_linked(outer)
-    assert [sent.status for sent in fake.sent] == [None, None, "hit"]
+    assert fake.statuses == [None, None, "hit"]
+
+
+class Judge(Executor):
+    """Sends a text back twice, and then yields it."""
+
+    rounds = 0
+
+    @handler
+    async def judge(
+        self,
+        response: AgentExecutorResponse,
+        ctx: WorkflowContext[AgentExecutorResponse, str],
+    ) -> None:
+        self.rounds += 1
+        if self.rounds < 3:
+            await ctx.send_message(response)
+        else:
+            await ctx.yield_output(response.agent_response.text)
+
+
+async def test_a_loop_is_linked_in_each_round() -> None:
+    client, fake = make_client()
+    writer, reviewer = (AgentExecutor(agent(client, name)) for name in "wr")
+    judge = Judge(id="judge")
+    builder = WorkflowBuilder(start_executor=writer, output_from=[judge])
+    builder.add_edge(writer, reviewer).add_edge(reviewer, judge).add_edge(judge, writer)
+    await run_linked(builder.build())
+    assert fake.statuses == [None, "hit"] * 3

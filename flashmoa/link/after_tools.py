@@ -9,14 +9,13 @@ import anyio
 
 from flashmoa._concurrency import TaskHost
 from flashmoa.link.expected import ExpectedRequest, Renderable, Turn
+from flashmoa.link.limits import MAX_CALLS_AT_ONCE
 from flashmoa.link.prompt import Placeholders, Prompt
 
 # The request after a faster tool comes before its stream would be of any use.
 FASTEST_TOOL_SECONDS = 0.02
 # A slower tool may run for ever.
 SLOWEST_TOOL_SECONDS = 60.0
-# An engine has as many streams. Programs that only want a tool's arguments ask no more.
-MAX_RUNNING = 256
 
 # Returns the request after tools, given the text of each tool's result by the tool's name.
 AfterTools = Callable[[Mapping[str, str]], Awaitable[Renderable]]
@@ -96,7 +95,8 @@ class RunningTools(dict[str, RequestAfterTools]):
                 await request.over.wait()
             self.give_up(request, "unused")
 
-        if len(self) >= MAX_RUNNING:
+        # Programs that only want a tool's arguments never send the request.
+        if len(self) >= MAX_CALLS_AT_ONCE:
             self.give_up(next(iter(self.values())), "unused")
         self[request.agent] = request
         self._host.start(expect_for_a_while)

@@ -23,14 +23,10 @@ from flashmoa._concurrency import setting
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.wire import TOKENS_HEADER
 from flashmoa.link.hearing import CallChannel
+from flashmoa.link.limits import Recent
 from flashmoa.observe.calls import CallReporter
 
 Item = TypeVar("Item")
-
-# Older answers of an agent say little about its next one.
-_REMEMBERED_LENGTHS = 8
-# So many agents are remembered; each call of a program that is learned counts as one.
-_MOST_AGENTS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,16 +269,14 @@ class _CallAttempt(CallObserver):
 
 
 class OutputLengths:
-    """The lengths of the agents' last answers in tokens, from which the next one is expected."""
+    """Expects the length of an agent's next answer, in tokens, from its last answers."""
 
     def __init__(self) -> None:
-        self._lengths: dict[str, tuple[int, ...]] = {}
+        self._lengths = Recent[str, tuple[int, ...]]()
 
     def add(self, agent: str, tokens: int) -> None:
-        lengths = (*self._lengths.pop(agent, ()), tokens)
-        self._lengths[agent] = lengths[-_REMEMBERED_LENGTHS:]
-        if len(self._lengths) > _MOST_AGENTS:
-            del self._lengths[next(iter(self._lengths))]
+        # Older answers say little about the next one.
+        self._lengths[agent] = (*self._lengths.get(agent, ()), tokens)[-8:]
 
     def keep(self, agents: Collection[str]) -> None:
         """Forget the answers of all agents but these."""

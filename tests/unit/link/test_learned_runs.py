@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from flashmoa.link import learned_runs
 from flashmoa.link.learned_runs import LearnedRun, Program, RecordedRequest
+from flashmoa.link.learned_texts import FindText
 
 PLAN = "Walk, eat and rest."
 
@@ -77,8 +78,8 @@ def test_a_call_is_expected_with_the_texts_of_this_run() -> None:
     run = LearnedRun(chain())
     play(run, "plan", make_request("A trip to Norway"), "Ski.")
     texts = {"plan": "Ski.", "check": "<check>", "sum": "<sum>"}
-    assert contents(run.predict("check", texts)) == ["Check this for Norway:\nSki."]
-    assert contents(run.predict("sum", texts)) == ["Ski.\n<check>"]
+    assert contents(run.predict("check", texts.get)) == ["Check this for Norway:\nSki."]
+    assert contents(run.predict("sum", texts.get)) == ["Ski.\n<check>"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_answers_in_messages_are_found(
 ) -> None:
     plans = [("plan", make_request(f"Trip {n}"), answer) for n, answer in enumerate(answers)]
     program = learn(*plans, ("check", make_request(*asked), ""))
-    assert contents(LearnedRun(program).predict("check", texts)) == expected
+    assert contents(LearnedRun(program).predict("check", texts.get)) == expected
 
 
 def test_a_prompt_has_no_answer_that_came_after_it() -> None:
@@ -112,7 +113,7 @@ def test_a_prompt_has_no_answer_that_came_after_it() -> None:
     run.complete(judge, "fine")
     run.finish()
     texts = {"plan": "<plan>", "judge": "<judge>", "other": "<other>"}
-    predicted = LearnedRun(program).predict("judge", texts)
+    predicted = LearnedRun(program).predict("judge", texts.get)
     assert contents(predicted) == ["Say fine or poor.\n<plan>"]
 
 
@@ -154,9 +155,9 @@ class CountingRun(LearnedRun):
 
     predictions = 0
 
-    def predict(self, key: str, texts: Mapping[str, str]) -> Any:
+    def predict(self, key: str, find_text: FindText) -> Any:
         self.predictions += 1
-        return super().predict(key, texts)
+        return super().predict(key, find_text)
 
 
 def test_a_call_is_predicted_a_few_times_however_many_there_are() -> None:
@@ -259,7 +260,7 @@ def test_what_calls_have_in_common_is_in_memory_once() -> None:
 def test_of_a_run_that_is_too_long_the_beginning_is_learned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(learned_runs, "_MOST_BYTES", 50_000)
+    monkeypatch.setattr(learned_runs, "MAX_RECORDED_BYTES", 50_000)
     learned_runs._warn_of_size.cache_clear()
     program = Program()
     for _ in range(2):
@@ -396,4 +397,4 @@ def test_a_tool_call_has_no_text_that_others_get() -> None:
     run = LearnedRun(program)
     run.begin("ask", make_request("Where?"))
     assert run.upcoming(1) == ["tell"]
-    assert contents(run.predict("tell", {})) == ["Where?", "Here."]
+    assert contents(run.predict("tell", run.texts())) == ["Where?", "Here."]

@@ -59,7 +59,7 @@ def test_an_id_that_several_answers_had_is_replaced_only_if_it_is_the_same_for_a
     now: dict[str, list[str]], expected: str
 ) -> None:
     known = KnownTexts({}, {"a": ["look:0"], "b": ["look:0"]})
-    assert known.predict("look:0", {}, now.__getitem__) == expected
+    assert known.predict("look:0", {}.get, now.__getitem__) == expected
 
 
 def test_texts_of_which_nothing_is_known_are_not_replaced() -> None:

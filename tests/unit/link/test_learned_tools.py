@@ -88,7 +88,7 @@ def test_in_a_first_run_every_result_is_missing() -> None:
     answer = make_answer(("a", "lake"), ("b", "hill"))
     run = LearnedRun(Program())
     call = ask(run, ASKED, answer)
-    messages = run.after_tools(call, {}, ["<1>", "<2>"])
+    messages = run.after_tools(call, run.texts(), ["<1>", "<2>"])
     assert messages == [*ASKED, answer, *results(answer, "<1>", "<2>")]
 
 
@@ -155,7 +155,7 @@ def test_a_result_that_is_an_agents_text_is_expected_whatever_its_call() -> None
     run.finish()
     run, answer = LearnedRun(program), make_answer(("id 2", "the lake"))
     call = ask(run, ASKED, answer)
-    messages = run.after_tools(call, {"inner": "<inner>"}, ["<1>"])
+    messages = run.after_tools(call, {"inner": "<inner>"}.get, ["<1>"])
     assert messages[-1]["content"] == "It says: <inner>"
 
 
@@ -176,7 +176,7 @@ def test_extra_fields_of_answers_are_expected_as_they_were_sent_back() -> None:
         kept = answer if is_sent_back else make_answer(("id 1", "lake"))
         ask(run, ASKED, answer)
         second = ask(run, [*ASKED, kept, *results(answer, "Blue.")], answer)
-        assert run.after_tools(second, {}, ["<1>"])[-2] == kept
+        assert run.after_tools(second, run.texts(), ["<1>"])[-2] == kept
 
 
 @given(st.lists(st.tuples(st.uuids().map(str), st.text()), min_size=1, max_size=4), st.data())

@@ -1,4 +1,4 @@
-"""Plan the links of a run by the run of its program before it (:class:`LearnedLinkPlanner`)."""
+"""Plan the links of a run by its program's last run (:class:`LearnedLinkPlanner`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FIRST_RUN = (
 
 
 class LearnedLinkPlanner(LinkPlanner):
-    """Plans the links of one run of a program; its agents are the run's calls, by their keys.
+    """Plans the links of a program's run. Its agents are the keys of the run's calls.
 
     Args:
         find_engine: returns a client of the engine that a request of the example was sent to, given
@@ -59,7 +59,7 @@ class LearnedLinkPlanner(LinkPlanner):
     ) -> None:
         super().__init__(listener, settings)
         self._find_client = find_client
-        # All runs of a program report a reason once, and expect answers as long as in earlier runs.
+        # The runs of a program report a reason once, and expect the lengths of earlier answers.
         self.reported_declines = program.reported_declines
         self.output_lengths = program.output_lengths
         self._learned = LearnedRun(program)

@@ -80,7 +80,7 @@ class RecordedCall:
         completed: number of calls that were complete before its answer; ``None`` before that.
         answer: the text of its answer; ``None`` if it has none yet, or calls tools.
         has_failed: whether the request failed.
-        differed: where its messages differed from the prediction. What follows is not predicted.
+        differed: where its messages differed from the prediction. Later text is not predicted.
         tool_answer: its answer, if that calls tools.
         follows: the key of the call whose tools' results it brings, if it brings any.
         result_differed: where the messages after that call's answer differed from the prediction.
@@ -105,7 +105,7 @@ class Program:
     """Remembers a program's earlier runs.
 
     Attributes:
-        recorded: the calls of its last complete run by key, in the order in which they began.
+        recorded: the calls of its last complete run by key, in the order of their beginning.
         output_lengths: the lengths of its calls' answers.
         sent_back: the extra fields of answers that it sends back with the results of tools.
         reported_declines: see :class:`~flashmoa.link.planner.LinkPlanner`.
@@ -164,8 +164,8 @@ class LearnedRun:
             {call.key: call.answer for call in calls if call.answer is not None},
             {call.key: call_ids(call.tool_answer) for call in calls if call.tool_answer},
         )
-        # The calls of the example that have not begun: all in the order in which they began, and
-        # the answered ones in the order of their answers.
+        # The calls of the example that have not begun, in the order of their beginning there, and
+        # the answered calls in the order of their answers.
         begun = sorted(calls, key=lambda call: call.after)
         answered = [(call.completed, call.key) for call in begun if call.completed is not None]
         self._missing = OrderedDict((call.key, call) for call in begun)
@@ -257,7 +257,6 @@ class LearnedRun:
             self._forget(call)
 
     def fail(self, call: RecordedCall) -> None:
-        """Note that the request of a call failed."""
         self._note_end(call)
         if call.key in self._unrecorded:
             self._forget(call)
@@ -378,7 +377,6 @@ class LearnedRun:
             self._program.output_lengths.keep(recorded)
 
     def _find_failed(self, name: str, request: RecordedRequest) -> RecordedCall | None:
-        """Return the failed call that a request repeats, if it repeats one."""
         failed = self._failed.get(_gist(name, request), [])
         call = next((call for call in failed if call.request == request), None)
         if call is not None:
@@ -460,7 +458,6 @@ class LearnedRun:
         return max(candidates, key=lambda call: likeness(call, self.predict(call.key, texts))).key
 
     def _learn_sent_back(self, before: RecordedCall, request: RecordedRequest) -> None:
-        """Learn which extra fields of an answer the program sends back."""
         assert before.tool_answer is not None
         message = request.messages[len(before.request.messages)]
         for field_name in before.tool_answer.keys() - _ALWAYS_SENT_BACK:
@@ -483,7 +480,6 @@ class LearnedRun:
         self._known.learn(find_changes(example.request.messages, predicted, messages))
 
     def _call_ids(self, key: str) -> Sequence[str]:
-        """Return the ids of the calls of tools in the answer to a call of this run."""
         call = self.calls.get(key)
         return call_ids(call.tool_answer) if call is not None and call.tool_answer else ()
 
@@ -498,7 +494,6 @@ class LearnedRun:
 
 
 def _parallel_names(calls: Sequence[RecordedCall]) -> set[str]:
-    """Return the names with several calls at the same time, given calls in their order."""
     names = set[str]()
     ends: dict[str, float] = {}
     for call in calls:
@@ -530,7 +525,6 @@ def _ids(message: Message) -> tuple[str, ...]:
 
 
 def call_ids(answer: Message) -> list[str]:
-    """Return the ids of an answer's calls, in their order."""
     return [str(call["id"]) for call in answer["tool_calls"]]
 
 

@@ -20,13 +20,13 @@ Messages = Sequence[Mapping[str, Any]]
 # Returns the text of this run in place of a text, or of the answer with a key; ``None`` if unknown.
 FindText = Callable[[str], str | None]
 
-# Matches characters for which `str.isalnum` is true.
+# Matches a sequence of characters that `str.isalnum` accepts.
 _WORD = re.compile(r"[^\W_]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The place at which a call's messages were not as predicted.
+    """The place where a call's messages began to differ from the prediction.
 
     Attributes:
         message: index of the first message that differs.
@@ -91,7 +91,7 @@ class TextFinder:
         self.add(texts)
 
     def add(self, texts: Iterable[str]) -> None:
-        """Look for these texts, too, from now on."""
+        """Find these texts, too, from now on."""
         for text in texts:
             if len(text) >= 4 and text not in self._texts:
                 words = _longest_words(text)
@@ -203,7 +203,7 @@ def predict(value: Any, find_text: FindText, finder: TextFinder) -> Any:
         find_text: returns this run's text in place of a text of the earlier run, if it is known.
             A text is replaced where it is a whole string, and within strings where it is no part of
             a longer word. If texts overlap, the longest is replaced.
-        finder: finds the texts for which a text may be known.
+        finder: finds the texts that ``find_text`` may know.
     """
     if isinstance(value, str):
         whole = find_text(value)
@@ -335,9 +335,9 @@ def similarity(value: Any, other: Any) -> tuple[int, ...]:
 
 
 def common_prefix(string: str, other: str) -> int:
-    """Return the number of characters with which two strings begin alike."""
+    """Return the length in characters of the common beginning of two strings."""
     alike, end, step = 0, min(len(string), len(other)), 64
-    # Most strings differ soon, so each slice that is compared is twice as long as the last.
+    # Most strings differ soon, so each slice that is compared doubles in length.
     while alike < end and string[alike : alike + step] == other[alike : alike + step]:
         alike, step = min(alike + step, end), step * 2
     end = min(end, alike + step)
@@ -351,7 +351,7 @@ def common_prefix(string: str, other: str) -> int:
 
 
 def common_first_words(string: str, other: str) -> int:
-    """Return the number of characters of the words with which two strings begin alike."""
+    """Return the length in characters of the common words at the beginning of two strings."""
     end = common_prefix(string, other)
     if not _splits_word(string, end) and not _splits_word(other, end):
         return end
@@ -360,10 +360,9 @@ def common_first_words(string: str, other: str) -> int:
 
 
 def common_last_words(string: str, other: str) -> int:
-    """Return the number of characters of the words with which two strings end alike."""
+    """Return the length in characters of the common words at the end of two strings."""
     return common_first_words(string[::-1], other[::-1])
 
 
 def _splits_word(string: str, at: int) -> bool:
-    """Return whether the characters on both sides of a place belong to one word."""
     return 0 < at < len(string) and string[at - 1].isalnum() and string[at].isalnum()

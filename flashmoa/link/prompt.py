@@ -1,5 +1,5 @@
 """Assemble prompts while agents write texts in them (:class:`Prompt`), from prompts that engines
-rendered with placeholders for these texts (:class:`Placeholders`).
+rendered with placeholders (:class:`Placeholders`).
 
 A prompt is a sequence of segments, texts and slots. A :class:`Slot` is the place of a text that an
 upstream agent is writing (Faster-MoA: ``S_prefix, o1, o2, o3, S_suffix``). The *stable frontier* is
@@ -43,29 +43,20 @@ class Slot:
     strip_end: bool = False
     call: str | None = field(default=None, init=False)
     _text: str = field(default="", init=False)
-    _open: bool = field(default=True, init=False)
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
+    is_open: bool = field(default=True, init=False)
 
     def append(self, text: str) -> None:
         """Add text at the end.
 
         Raises: ValueError if the slot is closed.
         """
-        if not self._open:
+        if not self.is_open:
             raise ValueError(f"slot {self.name!r} is closed; add its text before closing it")
         self._text += text
 
-    def replace(self, text: str) -> None:
-        """Replace the text. See :meth:`Prompt.replace`."""
-        self._text = text
-        self.call = None
-
     def close(self) -> None:
         """Close the slot, since no more text will come. Repeating this is harmless."""
-        self._open = False
+        self.is_open = False
 
     def stable(self) -> str:
         """Return the text written so far whose place in the prompt is certain."""
@@ -91,7 +82,7 @@ class Prompt:
             raise ValueError(
                 f"a slot appears twice among {names}; give every place in a prompt its own slot"
             )
-        # Number of characters that were taken, and the number of these before the first change.
+        # Number of taken characters, and number of taken characters before the first change.
         self._taken = 0
         self._right = 0
         # The id of the call whose text the engine adds to the stream.
@@ -99,7 +90,6 @@ class Prompt:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every slot is closed."""
         return not any(slot.is_open for slot in self.slots)
 
     def stable(self, start: int = 0) -> str:
@@ -145,7 +135,7 @@ class Prompt:
         return follows and not self.stable(self._right)
 
     def become(self, other: Prompt) -> None:
-        """Replace the segments by the segments of ``other``, in which more text is certain.
+        """Replace the segments by the segments of ``other``, which has more certain text.
 
         Raises: ValueError if ``other`` does not begin with the taken text; the prompt is then
             unchanged.
@@ -161,7 +151,7 @@ class Prompt:
     def replace(self, slot: Slot, text: str) -> None:
         """Replace the text of an open slot."""
         right = self.stable()[: self._right]
-        slot.replace(text)
+        slot._text, slot.call = text, None
         self._right = common_prefix(right, self.stable())
 
     def take(self) -> str:

@@ -66,33 +66,24 @@ def level_once(engine_url: str, kind: str, first: int = logging.WARNING) -> int:
 
 
 class PromptSource(Protocol):
-    """A prompt that only grows: :class:`flashmoa.link.prompt.Prompt`, or token ids."""
+    """A prompt that only grows: a :class:`~flashmoa.link.prompt.Prompt`, or token ids.
+
+    See ``Prompt`` for its members.
+    """
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the prompt will not grow any more."""
-        ...
+    def is_complete(self) -> bool: ...
 
     @property
-    def is_followed(self) -> bool:
-        """Whether the engine adds all text by itself that comes next."""
-        ...
+    def is_followed(self) -> bool: ...
 
-    def take(self) -> str | Sequence[int]:
-        """Return the text or tokens that were added since the last call; may be empty."""
-        ...
+    def take(self) -> str | Sequence[int]: ...
 
-    def take_back(self) -> int | None:
-        """Return the number of characters before the first change in the taken text, if any."""
-        ...
+    def take_back(self) -> int | None: ...
 
-    def followed(self) -> str | None:
-        """Return the id of the call whose text the engine is to add now, if there is one."""
-        ...
+    def followed(self) -> str | None: ...
 
-    def note_followed(self, call_id: str) -> None:
-        """Note that the engine adds a call's text from now on, after the taken text."""
-        ...
+    def note_followed(self, call_id: str) -> None: ...
 
 
 class Feed(ABC):
@@ -447,8 +438,7 @@ class PlainFeed(Feed):
             if self._step_pays():
                 await self._send()
 
-    async def delete(self) -> None:
-        """Do nothing: the server keeps no stream."""
+    async def delete(self) -> None: ...
 
     def _step_pays(self) -> bool:
         if (right := self._prompt.take_back()) is not None and self._sent_characters:

@@ -55,7 +55,7 @@ class Listener:
 
 @pytest.fixture
 async def listener(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Listener]:
-    monkeypatch.setattr(hearing, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(hearing, "RETRY_SECONDS", 0.0)
     server, host = serve(monkeypatch), TaskHost("Listening failed")
     server.told = lambda _: []
     async with EngineClient(URL) as engine:
@@ -139,7 +139,7 @@ async def test_a_channel_that_breaks_off_is_opened_again(listener: Listener) -> 
 async def test_the_problem_says_why_nothing_is_heard(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hearing, "_RETRY_SECONDS", 600.0)
+    monkeypatch.setattr(hearing, "RETRY_SECONDS", 600.0)
     assert listener.channel.problem is None
     (await listener.opened()).send(b"<html>\n")
     await until(lambda: listener.channel.problem)

@@ -23,7 +23,11 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    for limit in ("workflow._MOST_MARKED", "workflow._MOST_EXPECTED", "workflow._MOST_NAMES"):
+    for limit in (
+        "workflow.MAX_MARKED_TEXTS",
+        "workflow.MAX_CALLS_AT_ONCE",
+        "link.limits.MAX_REMEMBERED",
+    ):
         monkeypatch.setattr(f"flashmoa.{limit}", 20)
     monkeypatch.setattr("flashmoa.observe.report._MOST_EVENTS", 20)
     server = serve(monkeypatch)

@@ -220,7 +220,7 @@ async def test_a_failure_in_other_words_is_reported_once(
     assert len(planner.reported_declines) == 1
 
 
-async def test_an_expired_prompt_is_linked_again_if_it_changes(planner: Pair) -> None:
+async def test_a_changed_expired_prompt_is_linked_again(planner: Pair) -> None:
     planner.turn, planner.known = Turn("reader"), "the plan"
     link = await planner.write()
     link.has_expired = True

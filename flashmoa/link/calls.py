@@ -100,7 +100,7 @@ class CallObserver:
         """Receive the engine's id for the HTTP request that is about to be sent."""
 
     def on_text(self, text: str) -> None:
-        """Receive the next piece of the answer's text."""
+        """Receive the next part of the answer's text."""
         if self.report is not None:
             self.report.text_arrived()
 

@@ -51,7 +51,7 @@ class CallChannel:
         self.problem: str | None = None
         self.engine = engine
         self._id = secrets.token_hex(8)
-        self._calls: dict[str, _HeardCall] = {}
+        self._calls: dict[str, Callable[[str, int], None]] = {}
         self._listening = SingleFlight(host, self._listen)
         self._scope = anyio.CancelScope()
         self._is_closed = False
@@ -74,12 +74,22 @@ class CallChannel:
         This may be used in another thread than the event loop's.
 
         Args:
-            on_text: is called in the event loop with each piece of the answer's text.
+            on_text: is called in the event loop with each part of the answer's text.
 
         Yields: the id of the call, for :meth:`headers`.
         """
         call_id = self._id + secrets.token_hex(8)
-        self._calls[call_id] = _HeardCall(on_text)
+        heard = 0
+
+        def take(text: str, at: int) -> None:
+            """Pass on the new part of a text that starts at character ``at`` of the answer."""
+            nonlocal heard
+            # If the channel has missed a character, nothing more is passed on.
+            if at <= heard and (new := text[heard - at :]):
+                heard += len(new)
+                on_text(new)
+
+        self._calls[call_id] = take
         try:
             yield call_id
         finally:
@@ -138,29 +148,9 @@ class CallChannel:
             logger.debug("A channel is opened again: %s", error)
 
     def _take(self, line: Mapping[str, Any]) -> None:
-        call = self._calls.get(str(line.get("call")))
+        take = self._calls.get(str(line.get("call")))
         # Engines behind a front end that parses answers send the unparsed ``text``.
         text: object = line.get("content", line.get("text"))
         at: object = line.get("at")
-        if call is not None and isinstance(text, str) and isinstance(at, int):
-            call.take(text, at)
-
-
-class _HeardCall:
-    """Receives a call's text in order."""
-
-    def __init__(self, on_text: Callable[[str], None]) -> None:
-        self._on_text = on_text
-        self._heard = 0
-
-    def take(self, text: str, at: int) -> None:
-        """Pass on the new part of a text.
-
-        Args:
-            at: number of characters before the text. If the channel has missed any, nothing more
-                is passed on.
-        """
-        new = text[self._heard - at :] if at <= self._heard else ""
-        if new:
-            self._heard += len(new)
-            self._on_text(new)
+        if take is not None and isinstance(text, str) and isinstance(at, int):
+            take(text, at)

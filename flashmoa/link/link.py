@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Literal, TypedDict
 
 import anyio
 
@@ -68,6 +68,11 @@ def report_no_link(agent: str, engine_url: str, problem: Exception, listener: Li
     listener(LinkDeclined(agent=agent, engine=engine_url, reason=f"{problem}"))
 
 
+class _LinkNames(TypedDict):
+    agent: str
+    engine: str
+
+
 class Link:
     """Sends one downstream prompt to a prompt stream while upstream agents write texts in it.
 
@@ -110,6 +115,7 @@ class Link:
         self.engine = engine
         self.prompt = prompt
         self.agent = agent
+        self._names = _LinkNames(agent=agent, engine=engine.url)
         self._policy = FailurePolicy.of(on_failure)
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
@@ -166,7 +172,7 @@ class Link:
 
     def waits_for(self, name: str) -> bool:
         """Return whether a slot of that name is still open."""
-        return any(slot.name == name and slot.is_open for slot in self.prompt.slots)
+        return bool(self._open_slots(name))
 
     def feed(self, name: str, text: str) -> None:
         """Add text to the open slot ``name``, if there is one."""
@@ -199,15 +205,7 @@ class Link:
         if self.is_over or not self.waits_for(name):
             return
         action = self._policy.action(failure)
-        self._listener(
-            UpstreamFailed(
-                agent=self.agent,
-                engine=self.engine.url,
-                upstream=name,
-                failure=failure,
-                action=action,
-            )
-        )
+        self._listener(UpstreamFailed(**self._names, upstream=name, failure=failure, action=action))
         if action == "finalize":
             self.close_slot(name)
         else:
@@ -354,16 +352,14 @@ class Link:
         self._begun.set()
         if state.next_seq == 0:
             event = LinkOpened(
-                agent=self.agent,
-                engine=self.engine.url,
+                **self._names,
                 upstream=tuple(slot.name for slot in self.prompt.slots),
                 stream_id=state.id,
                 plain=self._feed.is_plain,
             )
         else:
             event = LinkAdvanced(
-                agent=self.agent,
-                engine=self.engine.url,
+                **self._names,
                 stream_id=state.id,
                 received_tokens=state.received_tokens,
                 prefilled_tokens=state.prefilled_tokens,
@@ -383,9 +379,7 @@ class Link:
             if reason != "used":
                 await self.delete_stream()
         finally:
-            stream_id, url = self.stream_id, self.engine.url
-            closed = LinkClosed(agent=self.agent, engine=url, stream_id=stream_id, reason=reason)
-            self._listener(closed)
+            self._listener(LinkClosed(**self._names, stream_id=self.stream_id, reason=reason))
 
     async def delete_stream(self) -> None:
         """Delete the stream and release its KV, even if cancelled (see ``prompt_feed``).
@@ -398,20 +392,12 @@ class Link:
             text = "Stream %s could not be deleted, so the engine lets it expire: %s"
             logger.debug(text, self.stream_id, error)
         finally:
-            if self.is_unnamed and self._feed.is_deleted:
-                self._report_found()
-
-    def _report_found(self) -> None:
-        assert self.stream_id is not None
-        self._is_found = True
-        self._listener(
-            StreamFound(
-                agent=self.agent,
-                engine=self.engine.url,
-                stream_id=self.stream_id,
-                figures=self._feed.figures,
-            )
-        )
+            if self.is_unnamed and self._feed.is_deleted and self.stream_id is not None:
+                self._is_found = True
+                figures = self._feed.figures
+                self._listener(
+                    StreamFound(**self._names, stream_id=self.stream_id, figures=figures)
+                )
 
     def _may_stall(self, name: str) -> bool:
         return any(slot.call is None for slot in self._open_slots(name))

@@ -139,7 +139,7 @@ class StreamedText:
             if self._is_rewritten and parts is not self._parts:
                 if yielded:
                     raise RuntimeError(
-                        f"{self.name!r} was finished with another string than the pieces that were "
+                        f"{self.name!r} was finished with another string than the parts that were "
                         "read of it; await the text to get that string"
                     )
                 parts = self._parts

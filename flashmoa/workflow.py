@@ -23,6 +23,7 @@ from flashmoa.engine.client import request_headers
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
 from flashmoa.link.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
+from flashmoa.link.limits import MAX_CALLS_AT_ONCE, Recent
 from flashmoa.link.options import LinkOptions, LinkSettings, Session
 from flashmoa.link.pending_request import PendingRequest
 from flashmoa.link.reasons import NO_LINKS
@@ -34,16 +35,12 @@ from flashmoa.observe.trace import end_trace
 
 logger = logging.getLogger(__name__)
 
-# What `ask` sends itself, what would make an answer something else than one streamed text, and what
-# OpenAI's client takes that is no part of a request's body.
+# Fields that `ask` sends itself. The others would change the form of an answer, or are parameters
+# of OpenAI's client outside of a request's body.
 _OWN = frozenset({"messages", "stream", "stream_options"})
 _OTHERS = _OWN | {"functions", "function_call", "extra_headers", "extra_query", "timeout"}
-# So many texts are kept of which only the marks may be left, in strings.
-_MOST_MARKED = 4096
-# The numbers of so many names are remembered.
-_MOST_NAMES = 4096
-# An engine has no more streams at once.
-_MOST_EXPECTED = 256
+# Most texts to keep for the marks in strings.
+MAX_MARKED_TEXTS = 4096
 
 Messages = Sequence[Mapping[str, Any]]
 Pending = PendingRequest
@@ -71,19 +68,19 @@ class Answer(StreamedText):
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls of the answer so far, as OpenAI's messages have them.
+        """The answer's tool calls so far, as in OpenAI's messages.
 
-        They are no part of its text, which is often empty then: ``finish_reason`` is
+        They are no part of its text, which is often empty. ``finish_reason`` is then
         ``tool_calls``.
         """
         return [self._tool_calls[place] for place in sorted(self._tool_calls)]
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Return the context in which its engine's answer is read; for subclasses."""
+        """Return a context for the reader of the engine's answer; for subclasses."""
         return nullcontext()
 
     def _take(self, delta: Delta) -> bool:
-        """Add a step of the engine's answer. Return whether more of it is wanted."""
+        """Add a step of the engine's answer. Return whether to read on."""
         self.usage = delta.usage or self.usage
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.logprobs += delta.logprobs
@@ -117,13 +114,13 @@ class Workflow(Reported):
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Print it to see what the links have gained so far. Use it as a context manager, which the same
-    task enters and leaves. Leaving it waits for the requests that it sends itself, or cancels them
-    if it is left by an exception. Then it ends its links and releases the streams of requests that
-    were never sent; if an engine does not answer within 0.3 s, it lets them expire. The clients of
-    the engines stay open.
+    task enters and leaves. Leaving it waits for the requests that it sends, or cancels them if an
+    exception leaves it. Then it ends its links and releases the streams of requests that were never
+    sent; if an engine does not answer within 0.3 s, the streams expire there. The engine clients
+    stay open.
 
-    It may run for any time: it keeps no text that you do not keep, but the last 4,096 that were put
-    into strings before they were complete.
+    It may run for ever: it only keeps the texts that you keep, and the last 4,096 texts that were
+    put into strings before they were complete.
     """
 
     def __init__(self, engine: EngineClient, **options: Unpack[LinkOptions]) -> None:
@@ -132,14 +129,14 @@ class Workflow(Reported):
         self._listener = self._settings.listen()
         self._session = Session(self._settings.session_headers)
         self.report = Report(self._listener)
-        # The texts that are in use, by mark and by name; answers are, until they are complete.
+        # The texts in use, by mark and by name. A request keeps its answer until it is complete.
         self._texts: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
         self._named: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
-        self._marked: deque[StreamedText] = deque(maxlen=_MOST_MARKED)
-        self._numbers: dict[str, int] = {}  # The last one that each name got.
-        # By name, the last answer whose request is in the session of that name.
+        self._marked: deque[StreamedText] = deque(maxlen=MAX_MARKED_TEXTS)
+        self._numbers = Recent[str, int]()  # The last number that each name got.
+        # By name, the last answer whose request is in the name's session.
         self._in_session: WeakValueDictionary[str, Answer] = WeakValueDictionary()
-        self._expected: deque[Pending] = deque(maxlen=_MOST_EXPECTED)
+        self._expected: deque[Pending] = deque(maxlen=MAX_CALLS_AT_ONCE)
         # The groups, and the id of the task that has entered the workflow.
         self._groups: tuple[TaskGroup, TaskGroup, int] | None = None
 
@@ -184,8 +181,8 @@ class Workflow(Reported):
         try:
             return await requests.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
-            # A request's error is raised where its answer is awaited. So the group usually holds
-            # only the exception that was raised inside the block, which is raised as it is.
+            # A request's error is raised where its answer is awaited. So the group usually has only
+            # the exception that was raised inside the block.
             if group.exceptions != (error,):
                 raise
             return False
@@ -207,7 +204,7 @@ class Workflow(Reported):
         return self._add(Text(self._unused_name(name)))
 
     def version(self, answer: Answer) -> Text:
-        """Make a text for you to write: an answer as its readers get it, cut or after a heading.
+        """Make a text for you to write: an answer in another form, cut or after a heading.
 
         It has the answer's name, so that events name the answer's writer. A prompt can have only
         one text with a given name.
@@ -230,16 +227,14 @@ class Workflow(Reported):
             messages: the messages, with ``f"{text}"`` where a text will be.
             engine: the engine to send it to; by default the workflow's.
             name: the answer's name, for events; it gets a number if another text has the name.
-            on_failure: what happens to the request when a text in it fails; by default as the
-                workflow says.
+            on_failure: the action on the request when a text in it fails; by default the
+                workflow's.
             extra_body: more fields of the request's body, as for OpenAI's client.
-            parameters: fields of the request's body that the server knows, of OpenAI's chat
-                completions or its own. Calls of ``tools`` are no text; see
-                :attr:`Answer.tool_calls`.
+            parameters: other fields of the request's body, of OpenAI's chat completions or the
+                server's own. Calls of ``tools`` are no text; see :attr:`Answer.tool_calls`.
 
-        Errors are raised where the answer is awaited, also if it is cut off. A warning is logged
-        for an answer that failed and that nobody has awaited, when it is dropped or the workflow
-        is left.
+        Errors are raised where the answer is awaited, also if it is cut off. If nobody has awaited
+        a failed answer, a warning is logged when it is dropped or the workflow is left.
 
         Raises: TypeError if a parameter belongs to OpenAI's client or to ``ask()`` itself, or these
             are no messages; ValueError if two texts in the messages have the same name, a text is
@@ -274,8 +269,8 @@ class Workflow(Reported):
             name: the name of the agent that sends it, for events.
             fields: the request's other fields that shape its prompt, such as ``tools``; see
                 ``flashmoa.engine.prompt_fields``.
-            namespace: the namespace of its KV: the ``cache_salt``, ``extra_key`` or ``lora_path``
-                that the request will have, if any; by default those of the engine's client.
+            namespace: the namespace of its KV: the request's ``cache_salt``, ``extra_key`` or
+                ``lora_path``, if any; by default the engine client's.
 
         Raises: TypeError if these are no messages; ValueError if two texts in the messages have the
             same name; RuntimeError outside of the workflow.
@@ -353,15 +348,16 @@ class Workflow(Reported):
         pending: Pending | None,
         agent: str = "",
     ) -> None:
-        """Send one request, and add what it is answered to an answer, which stays open.
+        """Send a request, and add the engine's answer to ``answer``, which stays open.
 
         Args:
-            messages: the messages to send; ``None``: those of ``pending``, once they are complete.
+            messages: the messages to send; ``None`` for the messages of ``pending``, once they are
+                complete.
             pending: the announced request, if there is one.
             agent: the agent's name, for events; by default the answer's.
 
-        Raises: EngineError if the request fails, or its answer is cut off; what
-            ``Answer._reading`` raises.
+        Raises: EngineError if the request fails, or its answer is cut off; any exception of
+            ``Answer._reading``.
         """
         report = CallReporter(
             self.report,
@@ -407,28 +403,26 @@ class Workflow(Reported):
         return [text for text in self._texts.values() if isinstance(text, Answer)]
 
     def _add(self, text: AnyText) -> AnyText:
-        """Have a text found by its mark."""
+        """Register a text, and return it."""
         self._texts[text._mark] = self._named[text.name] = text
         text._marked = self._marked
         return text
 
     def _unused_name(self, name: str) -> str:
         """Return the name, with a number if another text has or had it."""
-        number = self._numbers.pop(name, 0) + 1
+        number = self._numbers.get(name, 0) + 1
         choice = name if number == 1 else f"{name}-{number}"
         while choice in self._named or choice in self._numbers:
             number += 1
             choice = f"{name}-{number}"
         self._numbers[name] = number
-        if len(self._numbers) > _MOST_NAMES:
-            del self._numbers[next(iter(self._numbers))]
         return choice
 
 
 def _check(
     parameters: dict[str, Any], extra_body: Mapping[str, Any], texts: Mapping[str, StreamedText]
 ) -> dict[str, Any]:
-    """Return the parameters of a request and what it has besides. Raises: see `Workflow.ask`."""
+    """Return the parameters and the extra body in one. Raises: see `Workflow.ask`."""
     if unknown := sorted(parameters.keys() & _OTHERS):
         raise TypeError(
             f"ask() has no parameter {unknown[0]!r}; functions go into tools, and headers and "

@@ -1,1 +1,1 @@
-"""Stream the text of one agent into the prompts of others (FlashAgents, sections 3 and 4)."""
+"""Stream agents' texts into other agents' prompts (FlashAgents, sections 3 and 4)."""

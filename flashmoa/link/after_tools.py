@@ -1,4 +1,4 @@
-"""Expect what agents ask when their tools have run (:class:`RunningTools`)."""
+"""Expect agents' requests after their tools (:class:`RunningTools`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import anyio
 
 from flashmoa._concurrency import TaskHost
 from flashmoa.link.expected import ExpectedRequest, Renderable, Turn
+from flashmoa.link.limits import MAX_CALLS_AT_ONCE
 from flashmoa.link.prompt import Placeholders, Prompt
 
 # The request after a faster tool comes before its stream would be of any use.
 FASTEST_TOOL_SECONDS = 0.02
 # A slower tool may run for ever.
 SLOWEST_TOOL_SECONDS = 60.0
-# An engine has as many streams. Programs that only want a tool's arguments ask no more.
-MAX_RUNNING = 256
 
 # Returns the request after tools, given the text of each tool's result by the tool's name.
 AfterTools = Callable[[Mapping[str, str]], Awaitable[Renderable]]
@@ -26,17 +25,17 @@ AfterTools = Callable[[Mapping[str, str]], Awaitable[Renderable]]
 class RequestAfterTools:
     """The next request of an agent whose tools are running.
 
-    Its prompt is certain up to the first result that is missing: the results follow each other in
-    the order of the calls, in whatever order the tools end.
+    Its prompt is certain up to the first missing result. The prompt has the results in the order of
+    the calls, in whatever order the tools end.
 
     Attributes:
         agent: the agent that sends it.
         tools: a name for each call of a tool, in the order of the calls. The names are slots of the
             prompt, so they must differ from each other and from agents' names.
-        requests: return the requests that it may be, given the results by these names.
-        placeholders: stand for the results that are missing.
+        requests: functions that return the possible requests, given the results by these names.
+        placeholders: provides the texts in place of missing results.
         results: the results so far, by the tools' names.
-        over: is set when the request comes, or is not expected any more.
+        over: set when the request comes, or is not expected any more.
         is_given_up: whether it will not come.
     """
 
@@ -49,7 +48,7 @@ class RequestAfterTools:
     is_given_up: bool = False
 
     async def expect(self, turn: Turn) -> ExpectedRequest:
-        """Return what is known of the request now; this holds until the next result.
+        """Return the request as expected until the next result.
 
         Results are rendered with the whole prompt, since a chat template may quote or escape them.
         """
@@ -71,8 +70,8 @@ class RunningTools(dict[str, RequestAfterTools]):
 
     Args:
         host: runs a task for each request.
-        plan: brings the links up to date with what is known of the requests.
-        given_up: hears of a request that will not come, and why its link ends.
+        plan: brings the links up to date with the requests.
+        given_up: called with a request that will not come, and the reason for which its link ends.
     """
 
     def __init__(
@@ -96,37 +95,38 @@ class RunningTools(dict[str, RequestAfterTools]):
                 await request.over.wait()
             self.give_up(request, "unused")
 
-        if len(self) >= MAX_RUNNING:
+        # Programs that only want a tool's arguments never send the request.
+        if len(self) >= MAX_CALLS_AT_ONCE:
             self.give_up(next(iter(self.values())), "unused")
         self[request.agent] = request
         self._host.start(expect_for_a_while)
 
     def add_result(self, request: RequestAfterTools, tool: str, text: str) -> None:
-        """Note the result of a tool; it is prefilled once the results before it are there."""
+        """Note the result of a tool. It is prefilled once all earlier results have come."""
         request.results[tool] = text
         if self.get(request.agent) is not request:
             return
         if len(request.results) == len(request.tools):
-            # The request comes at once, and brings the last result along.
+            # The request comes at once, with the last result.
             self.end(request.agent)
         else:
             self._plan()
 
     def give_up(self, request: RequestAfterTools, reason: str = "abort") -> None:
-        """Expect a request no more, since it will not come; its link ends for this reason."""
+        """Stop expecting a request, which will not come; its link ends for this reason."""
         if self.get(request.agent) is request:
             request.is_given_up = True
             self.end(request.agent)
             self._given_up(request, reason)
 
     def end(self, agent: str) -> None:
-        """Expect an agent's request after tools no more, if there is one: it comes now."""
+        """Stop expecting an agent's request after tools, if there is one: it comes now."""
         if request := self.pop(agent, None):
             request.over.set()
 
 
 def name_calls(tools: Sequence[str]) -> list[str]:
-    """Return a different name for each call of a tool, which no agent has: ``look()``."""
+    """Return a name for each call of a tool, such as ``look()``, which no agent has."""
     names: list[str] = []
     for tool in tools:
         earlier = sum(each == tool for each in tools[: len(names)])

@@ -21,16 +21,14 @@ from flashmoa.link.response_items import read_items
 
 
 class AnswerReader:
-    """Reads one response, whose bytes it is given as they arrive.
-
-    The first choice's texts and calls are read, in any form that servers send.
+    """Reads the texts and calls of a response's first choice, in any form that servers send.
 
     Args:
         is_stream: whether the response is an event stream; else it is a JSON document.
 
     Attributes:
-        is_over: whether nothing more will come, as the event stream says.
-        problem: what is wrong with the answer if it is not complete.
+        is_over: whether the event stream has said that it ends.
+        problem: the error if the answer is not complete.
     """
 
     def __init__(self, *, is_stream: bool) -> None:
@@ -45,21 +43,17 @@ class AnswerReader:
         self._calls: dict[int, dict[str, Any]] = {}
 
     def feed(self, data: bytes) -> str:
-        """Read the next bytes of an event stream, or a whole JSON document.
-
-        Return what they add to the text of the first choice.
-        """
+        """Read the next bytes of an event stream, or a whole JSON document. Return the new text."""
         return self._read_all(self._events.feed(data)) if self._is_stream else self._read(data)
 
     def end(self) -> str:
-        """Read the event that the end of the response ends, if there is one. Return its text."""
+        """Read the last event, if the end of the response ends it. Return its text."""
         return self._read_all(self._events.end())
 
     def _read_all(self, events: Iterable[bytes]) -> str:
         return "".join([self._read(data) for data in events])
 
     def _read(self, data: bytes) -> str:
-        """Read an event, or a whole answer. Return its text."""
         if data == b"[DONE]" or self.is_over:
             self.is_over = True
             return ""
@@ -74,7 +68,7 @@ class AnswerReader:
             return ""
 
     def _take(self, event: Mapping[str, Any]) -> str:
-        """Take what a result needs of an event, or of a whole answer. Return its text."""
+        """Read an event, or a whole answer, of OpenAI's interface. Return its text."""
         if event.get("usage"):
             self._usage = PromptUsage.from_openai(event["usage"])
         added = ""
@@ -82,13 +76,13 @@ class AnswerReader:
             if choice.get("index") or 0:
                 continue
             delta: Mapping[str, Any] = choice.get("delta" if self._is_stream else "message") or {}
-            if pieces := delta.get("tool_calls"):
+            if parts := delta.get("tool_calls"):
                 if not self._is_stream:
-                    pieces = [{**call, "index": place} for place, call in enumerate(pieces)]
-                add_tool_calls(self._calls, pieces)
+                    parts = [{**call, "index": place} for place, call in enumerate(parts)]
+                add_tool_calls(self._calls, parts)
             for name, value in delta.items():
                 text = read_content(value) if name == "content" else value
-                # Some servers repeat these in each event.
+                # Some servers repeat whole texts in each event.
                 if isinstance(text, str) and not (name in _WHOLE_TEXTS and name in self._texts):
                     self._texts.setdefault(name, StringIO()).write(text)
                     added += text if name == "content" else ""
@@ -111,7 +105,7 @@ class AnswerReader:
 
 
 class ResponseReader(AnswerReader):
-    """Reads an answer of the Responses API, which the last event of a stream has as a whole."""
+    """Reads an answer of the Responses API. The last event of a stream has the whole answer."""
 
     _result: CallResult | None = None
 
@@ -155,5 +149,5 @@ def _read_response(response: Mapping[str, Any]) -> CallResult | None:
 
 _LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed", "error")
 
-# Texts of a message that do not arrive in pieces.
+# Texts of a message that servers send as a whole.
 _WHOLE_TEXTS = ("role", "id", "type", "name", "format")

@@ -1,5 +1,5 @@
-"""Notify observers (:class:`CallObserver`) of one request of a model client, and remember how long
-answers have been (:class:`OutputLengths`)."""
+"""Notify observers (:class:`CallObserver`) of a model client's request, and remember the lengths of
+answers (:class:`OutputLengths`)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,10 @@ from flashmoa._concurrency import setting
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.wire import TOKENS_HEADER
 from flashmoa.link.hearing import CallChannel
+from flashmoa.link.limits import Recent
 from flashmoa.observe.calls import CallReporter
 
 Item = TypeVar("Item")
-
-# Older answers of an agent say little about its next one.
-_REMEMBERED_LENGTHS = 8
-# So many agents are remembered; each call of a program that is learned counts as one.
-_MOST_AGENTS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,8 @@ class CallRequest:
         engine: the URL of its engine.
         model: the model name in the request.
         hold_reason: why other agents do not get its text as it arrives; ``None`` if they do.
-        client: a client of its engine, by which a whole answer is heard while it is written;
-            ``None`` if it is not to be heard.
+        client: a client of its engine, which hears a whole answer while it is written; ``None`` if
+            the answer is not to be heard.
     """
 
     engine: str
@@ -56,13 +52,13 @@ class CallResult:
     """A complete answer.
 
     Attributes:
-        text: the text that the framework made of it; may be empty.
-        usage: the token usage that the engine reported, if it did.
+        text: its text as the framework returns it; may be empty.
+        usage: the token usage, if the engine reported it.
         finish_reason: OpenAI's ``finish_reason``.
         is_forwarded: whether other agents get exactly this text; they do not if the answer is a
             tool call, or is rewritten.
-        tool_calls: an answer that calls tools, as the framework's planner wants it; ``None`` if it
-            calls none, or its planner does not ask.
+        tool_calls: an answer that calls tools, in a form for the framework's planner; ``None`` if
+            it calls none, or the planner does not ask for it.
     """
 
     text: str
@@ -73,15 +69,15 @@ class CallResult:
 
 
 class CallObserver:
-    """Hears one request of a model client; by itself, it only passes what it hears to a report.
+    """Hears one request of a model client; this base class only passes the news to a report.
 
     Args:
         report: reports the request to a listener.
 
     Attributes:
         prompt_stream_id: the id of the prompt stream that it offers to the request, if any.
-        headers: further headers of the request, unless it has them already.
-        channel: brings the text of a whole answer while it is written; ``None`` if none does.
+        headers: further headers of the request, which do not replace the request's own.
+        channel: brings the text of a whole answer while it is written, if there is a channel.
     """
 
     prompt_stream_id: str | None = None
@@ -101,15 +97,14 @@ class CallObserver:
         """Receive the function that closes the answer's connection, if its reader does not."""
 
     def on_named(self, call_id: str) -> None:
-        """Receive the id by which the engine knows the HTTP request that is about to be sent."""
+        """Receive the engine's id for the HTTP request that is about to be sent."""
 
     def on_text(self, text: str) -> None:
-        """Receive the next piece of the answer's text."""
+        """Receive the next part of the answer's text."""
         if self.report is not None:
             self.report.text_arrived()
 
     def on_finish(self, result: CallResult) -> None:
-        """Receive the complete answer."""
         if self.report is not None:
             self.report.finished(result.text, result.usage, result.finish_reason)
 
@@ -125,15 +120,14 @@ class CallObserver:
 class ObservedCall:
     """A context manager around one call, which notifies the call's observers.
 
-    If it is left without :meth:`finish`, it notifies them of a failure. The client may repeat the
-    call's request; observers hear of one.
+    If it is left without :meth:`finish`, it notifies them of a failure. Observers do not notice if
+    the client repeats the call's request.
 
     Attributes:
         prompt_stream_id: the id of the prompt stream that the request is to use, if any. If several
-            observers offer one, the last one's is used, and the others release theirs.
+            observers offer a stream, the request uses the last, and the others are released.
         headers, channel: see :class:`CallObserver`.
-        answer: the answer that came over the network, if :meth:`making` was used; ``None`` until it
-            is complete.
+        answer: the complete answer that came over the network, if :meth:`making` was used.
     """
 
     answer: CallResult | None = None
@@ -143,7 +137,7 @@ class ObservedCall:
         self.channel = next((each.channel for each in observers if each.channel), None)
         self._is_finished = False
         self._is_sent = False
-        self._pieces: list[str] = []
+        self._texts: list[str] = []
         self._closes: list[Callable[[], Awaitable[None]]] = []
         self.headers = {name: value for each in observers for name, value in each.headers.items()}
         offers = [observer for observer in observers if observer.prompt_stream_id is not None]
@@ -153,7 +147,7 @@ class ObservedCall:
 
     @property
     def usage(self) -> PromptUsage | None:
-        """The token usage that the engine has reported; ``None`` until it has."""
+        """The token usage, once the engine has reported it."""
         return self.answer.usage if self.answer is not None else None
 
     def making(self) -> AbstractContextManager[None]:
@@ -164,7 +158,7 @@ class ObservedCall:
         """Yield the items of a stream, each made within :meth:`making`; then close the answer.
 
         The reader may make other calls between two items, so each item needs its own context.
-        Frameworks do not close the answer of a stream that they leave early.
+        Frameworks that leave a stream early do not close the answer.
         """
         try:
             while True:
@@ -179,8 +173,8 @@ class ObservedCall:
                 await close()
 
     def attempt(self, _request: object, _body: Mapping[str, Any]) -> CallObserver:
-        """Return the observer of one of the client's attempts at the request."""
-        return _CallAttempt(self, "".join(self._pieces))
+        """Return an observer for the client's next attempt at the request."""
+        return _CallAttempt(self)
 
     def send(self, body: Mapping[str, Any]) -> None:
         """Notify the observers of the body of the chat completion that is about to be sent."""
@@ -188,23 +182,7 @@ class ObservedCall:
         for observer in self._observers if is_first else ():
             observer.on_prompt(body)
 
-    def name(self, call_id: str) -> None:
-        """Notify the observers of the id of the HTTP request that is about to be sent."""
-        for observer in self._observers:
-            observer.on_named(call_id)
-
-    def add_text(self, text: str) -> None:
-        """Notify the observers of the next piece of the answer's text."""
-        self._pieces.append(text)
-        for observer in self._observers:
-            observer.on_text(text)
-
-    def add_response(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Have an answer closed at the end of :meth:`items`."""
-        self._closes.append(close)
-
     def finish(self, result: CallResult) -> None:
-        """Notify the observers that the answer is complete."""
         self._is_finished = True
         for observer in self._observers:
             observer.on_finish(result)
@@ -222,67 +200,64 @@ _current: ContextVar[ObservedCall | None] = ContextVar("flashmoa_call", default=
 
 
 def current_call() -> ObservedCall | None:
-    """Return the call to which requests in this context belong."""
+    """Return the call that makes the requests of this context."""
     return _current.get()
 
 
 def current_attempts() -> Callable[[object, Mapping[str, Any]], CallObserver] | None:
-    """Return what finds the observers of requests in this context; ``None`` outside of calls."""
+    """Return a function that finds a request's observer in this context; ``None`` outside calls."""
     call = _current.get()
     return call.attempt if call is not None else None
 
 
 class _CallAttempt(CallObserver):
-    """Hears one attempt at the request of a call.
+    """Passes one attempt at the request of a call on to the call's observers.
 
-    Its text is passed on where it goes beyond that of the attempts before it; if it differs from
-    that, none of it is.
-
-    Args:
-        known: the text of the attempts before it.
+    It passes on the text after the text of earlier attempts, unless this attempt's text differs.
     """
 
-    def __init__(self, call: ObservedCall, known: str) -> None:
+    def __init__(self, call: ObservedCall) -> None:
         super().__init__()
         self.prompt_stream_id = call.prompt_stream_id
         self.headers = call.headers
         self.channel = call.channel
         self._call = call
-        self._known = known
+        self._known = "".join(call._texts)
         self._place: int | None = 0
 
     def on_prompt(self, body: Mapping[str, Any]) -> None:
         self._call.send(body)
 
     def on_response(self, close: Callable[[], Awaitable[None]]) -> None:
-        self._call.add_response(close)
+        self._call._closes.append(close)
 
     def on_named(self, call_id: str) -> None:
-        self._call.name(call_id)
+        for observer in self._call._observers:
+            observer.on_named(call_id)
 
     def on_text(self, text: str) -> None:
         if self._place is None:
             return
         known = self._known[self._place : self._place + len(text)]
         self._place = self._place + len(text) if text.startswith(known) else None
-        if self._place is not None and len(text) > len(known):
-            self._call.add_text(text[len(known) :])
+        if self._place is not None and (new := text[len(known) :]):
+            self._call._texts.append(new)
+            for observer in self._call._observers:
+                observer.on_text(new)
 
     def on_finish(self, result: CallResult) -> None:
         self._call.answer = result
 
 
 class OutputLengths:
-    """The lengths of the agents' last answers in tokens, from which the next one is expected."""
+    """Expects the length of an agent's next answer, in tokens, from its last answers."""
 
     def __init__(self) -> None:
-        self._lengths: dict[str, tuple[int, ...]] = {}
+        self._lengths = Recent[str, tuple[int, ...]]()
 
     def add(self, agent: str, tokens: int) -> None:
-        lengths = (*self._lengths.pop(agent, ()), tokens)
-        self._lengths[agent] = lengths[-_REMEMBERED_LENGTHS:]
-        if len(self._lengths) > _MOST_AGENTS:
-            del self._lengths[next(iter(self._lengths))]
+        # Older answers say little about the next one.
+        self._lengths[agent] = (*self._lengths.get(agent, ()), tokens)[-8:]
 
     def keep(self, agents: Collection[str]) -> None:
         """Forget the answers of all agents but these."""
@@ -290,12 +265,12 @@ class OutputLengths:
             del self._lengths[agent]
 
     def expect(self, agent: str) -> int | None:
-        """Return the median of the last answers; ``None`` for an agent that has not answered."""
+        """Return the median of the last lengths; ``None`` for an agent that has not answered."""
         lengths = self._lengths.get(agent)
         return round(median(lengths)) if lengths else None
 
     def headers(self, agent: str) -> dict[str, str]:
-        """Return the headers that tell an engine how long an agent's next answer is likely to be.
+        """Return the headers that tell an engine the likely length of an agent's next answer.
 
         Engines with the plugin may put short jobs first (FlashAgents §6.6).
         """

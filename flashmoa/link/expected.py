@@ -10,7 +10,7 @@ from flashmoa.engine import EngineClient, kv_namespace, prompt_fields
 from flashmoa.errors import MalformedRequest, PromptTooLarge
 from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt
 
-# Names of agents that write at the same time, and so finish in any order.
+# Names of agents that write at the same time, and finish in any order.
 Writers = frozenset[str]
 
 
@@ -20,7 +20,7 @@ class Turn:
 
     Attributes:
         agent: the agent that makes it.
-        after: the agents that write before it, in order, beginning with those that are writing now.
+        after: the agents that write before it, in order; the first ones are writing now.
         sure: whether it is certain to come, unless the team ends before.
     """
 
@@ -34,7 +34,7 @@ class Turn:
 
     @property
     def orders(self) -> list[list[str]]:
-        """Orders in which the writers may finish: each writer of a step is its first in one."""
+        """Possible orders of the writers' ends. Each writer of a step comes first in some order."""
         widest = max((len(step) for step in self.after), default=1)
         return [self._order(first) for first in range(widest)]
 
@@ -53,9 +53,7 @@ class Renderable(Protocol):
     def engine(self) -> EngineClient: ...
 
     @property
-    def namespace(self) -> Mapping[str, str]:
-        """The namespace of its KV."""
-        ...
+    def namespace(self) -> Mapping[str, str]: ...
 
     async def render(self) -> str:
         """Return the text of its prompt. Raises: EngineError if the engine cannot render it."""
@@ -68,16 +66,16 @@ def _always(_prompt: Prompt, _now: Turn | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRequest:
-    """A request that will probably come, as far as it is known.
+    """A request that will probably come.
 
     Attributes:
-        turn: who sends it, and after whom.
-        requests: the requests that it may be, all to one engine; a single one if that is certain.
-            Only what their prompts have in common is prefilled.
-        placeholders: stand in these requests for texts that are still being written.
+        turn: the agent that sends it, and the agents that write before it.
+        requests: the possible requests, all to one engine; a single request if it is certain. Only
+            the common beginning of their prompts is prefilled.
+        placeholders: provides the texts in these requests in place of unfinished texts.
         holds: returns whether a link to this request is still right, given the link's prompt so far
-            and the turn as it is expected now; ``None`` in place of a turn if the agent is calling
-            its model. By default it is.
+            and the turn as it is expected now, or ``None`` if the agent is calling its model. By
+            default it is.
     """
 
     turn: Turn
@@ -116,7 +114,7 @@ class ChatRequest:
     """A chat completion that a framework's client would send.
 
     Attributes:
-        body: its body, in which ``extra_body`` may still be a field of its own.
+        body: its body, where ``extra_body`` may still be a separate field.
     """
 
     engine: EngineClient
@@ -124,7 +122,6 @@ class ChatRequest:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that shape its prompt, without the messages."""
         return prompt_fields(self.sent)
 
     @property
@@ -136,12 +133,12 @@ class ChatRequest:
 
     @property
     def sent(self) -> Mapping[str, Any]:
-        """What the server receives: OpenAI's client adds the extra body to the body."""
+        """The body that the server receives: OpenAI's client adds the extra body to it."""
         return {**self.body, **(self.body.get("extra_body") or {})}
 
 
 class RequestCaptured(Exception):
-    """Ends a dry run at its first request. The copy of the client that it uses raises this."""
+    """Ends a dry run at its first request. The dry run's copy of the client raises this."""
 
     def __init__(self, request: ChatRequest) -> None:
         super().__init__("a dry run ends here")
@@ -149,10 +146,7 @@ class RequestCaptured(Exception):
 
 
 async def first_request(dry_run: Awaitable[object]) -> ChatRequest:
-    """Return the request that a dry run ends at.
-
-    Raises: NotForecastable if it ends without one.
-    """
+    """Return the request at the end of a dry run. Raises: NotForecastable if there is none."""
     try:
         await dry_run
     except RequestCaptured as captured:

@@ -28,7 +28,7 @@ class FailurePolicy:
         timeout: the action if its writer waited for its engine longer than its client allows.
         stall: the action if the text has begun and then pauses for ``stall_seconds``. Nothing has
             failed yet, so ``abort`` raises nothing: the reader keeps waiting for the text, and its
-            prompt is then computed without a link.
+            prompt is computed without a link.
         stall_seconds: the longest pause in a text that has begun.
 
     Raises:
@@ -52,10 +52,9 @@ class FailurePolicy:
 
     @classmethod
     def of(cls, given: OnFailure) -> FailurePolicy:
-        """Return ``given`` if it is a policy, otherwise the policy that one action stands for.
+        """Return ``given`` if it is a policy, otherwise a policy with this action.
 
-        The action then applies to every failure except a stall, after which a text may still
-        complete.
+        The action then applies to every failure except a stall: a text may continue after a stall.
 
         Raises: ValueError if the action is unknown.
         """
@@ -64,7 +63,6 @@ class FailurePolicy:
         return cls(error=given, cancel=given, timeout=given)
 
     def action(self, failure: Failure) -> Action:
-        """Return the action for a failure."""
         action: Action = getattr(self, failure)
         return action
 
@@ -73,7 +71,7 @@ OnFailure = FailurePolicy | Action
 
 
 def classify_failure(error: BaseException) -> Failure:
-    """Return the kind of failure that an exception of FlashMoA or of an OpenAI client means."""
+    """Return the kind of failure of an exception of FlashMoA or an OpenAI client."""
     if isinstance(error, UpstreamCancelled) or not isinstance(error, Exception):
         return "cancel"
     cause: BaseException | None = error

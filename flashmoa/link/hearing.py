@@ -1,7 +1,7 @@
-"""Hear what an engine writes for calls while it writes it, on a channel of its own.
+"""Hear an engine's answers while it writes them, on a separate channel (:class:`CallChannel`).
 
 The calls stay as they are: each names itself in a header (docs/engine-api.md, "Calls that are
-heard"), and :class:`CallChannel` brings their text.
+heard").
 """
 
 from __future__ import annotations
@@ -24,16 +24,12 @@ from flashmoa.link import reasons
 
 logger = logging.getLogger(__name__)
 
-# Bytes of a channel's id, and of what follows it in the ids of its calls.
-_ID_BYTES = 8
-_RETRY_SECONDS = 2.0
-# A server without the plugin may be replaced by one with it.
-_MISSING_SECONDS = 60.0
+RETRY_SECONDS = 2.0
 
 
 def unheard_id() -> str:
     """Return an id for a call that no channel hears; a stream may follow the call."""
-    return secrets.token_hex(2 * _ID_BYTES)
+    return secrets.token_hex(16)
 
 
 class CallChannel:
@@ -44,19 +40,18 @@ class CallChannel:
 
     Args:
         engine: a client of the engine that the calls are sent to.
-        host: runs what listens.
+        host: runs the listening task.
 
     Attributes:
-        engine: the client that listens; another one of the same engine may take its place.
-        problem: why the engine does not tell what it writes; ``None`` if it does, or has not been
-            asked.
+        engine: the client that listens; another client of the same engine may replace it.
+        problem: why the engine does not send its text; ``None`` if it does, or was not asked.
     """
 
     def __init__(self, engine: EngineClient, host: TaskHost) -> None:
         self.problem: str | None = None
         self.engine = engine
-        self._id = secrets.token_hex(_ID_BYTES)
-        self._calls: dict[str, _HeardCall] = {}
+        self._id = secrets.token_hex(8)
+        self._calls: dict[str, Callable[[str, int], None]] = {}
         self._listening = SingleFlight(host, self._listen)
         self._scope = anyio.CancelScope()
         self._is_closed = False
@@ -68,7 +63,6 @@ class CallChannel:
             self._listening.start_if_idle()
 
     def close(self) -> None:
-        """Listen no more."""
         self._is_closed = True
         with suppress(RuntimeError):  # The event loop was closed with its tasks.
             self._scope.cancel()
@@ -80,19 +74,29 @@ class CallChannel:
         This may be used in another thread than the event loop's.
 
         Args:
-            on_text: is called in the event loop with each piece of the answer's text.
+            on_text: is called in the event loop with each part of the answer's text.
 
         Yields: the id of the call, for :meth:`headers`.
         """
-        call_id = self._id + secrets.token_hex(_ID_BYTES)
-        self._calls[call_id] = _HeardCall(on_text)
+        call_id = self._id + secrets.token_hex(8)
+        heard = 0
+
+        def take(text: str, at: int) -> None:
+            """Pass on the new part of a text that starts at character ``at`` of the answer."""
+            nonlocal heard
+            # If the channel has missed a character, nothing more is passed on.
+            if at <= heard and (new := text[heard - at :]):
+                heard += len(new)
+                on_text(new)
+
+        self._calls[call_id] = take
         try:
             yield call_id
         finally:
             del self._calls[call_id]
 
     def headers(self, call_id: str) -> dict[str, str]:
-        """Return the headers by which the engine knows a call."""
+        """Return the headers that name a call to the engine."""
         name = str(uuid.UUID(hex=call_id))
         return {DYNAMO_HEADER: name} if self.engine.is_front_end else {CALL_HEADER: name}
 
@@ -101,16 +105,17 @@ class CallChannel:
             try:
                 while not self._is_closed:
                     await self._hear(self.engine)
-                    await anyio.sleep(_RETRY_SECONDS)
+                    await anyio.sleep(RETRY_SECONDS)
             except PluginMissing:
                 await self._hear_workers()
                 self.problem = reasons.UNHEARD
-                self._retry_at = time.monotonic() + _MISSING_SECONDS
+                # A server with the plugin may replace the server in a minute.
+                self._retry_at = time.monotonic() + 60.0
             except RuntimeError as error:  # The client was closed; the next call brings its own.
                 logger.debug("A channel ends: %s", error)
 
     async def _hear_workers(self) -> None:
-        """Listen to the engines behind a front end, as long as there are any."""
+        """Listen to the engines behind a front end while it has any."""
         heard: set[str] = set()
 
         async def hear(worker: EngineClient) -> None:
@@ -126,7 +131,7 @@ class CallChannel:
                     if worker.url not in heard:
                         heard.add(worker.url)
                         group.start_soon(hear, worker)
-                await anyio.sleep(_RETRY_SECONDS)
+                await anyio.sleep(RETRY_SECONDS)
             group.cancel_scope.cancel()
 
     async def _hear(self, engine: EngineClient) -> None:
@@ -143,29 +148,9 @@ class CallChannel:
             logger.debug("A channel is opened again: %s", error)
 
     def _take(self, line: Mapping[str, Any]) -> None:
-        call = self._calls.get(str(line.get("call")))
-        # Engines behind a front end that parses answers have text without parts.
+        take = self._calls.get(str(line.get("call")))
+        # Engines behind a front end that parses answers send the unparsed ``text``.
         text: object = line.get("content", line.get("text"))
         at: object = line.get("at")
-        if call is not None and isinstance(text, str) and isinstance(at, int):
-            call.take(text, at)
-
-
-class _HeardCall:
-    """Receives the text of one call in order."""
-
-    def __init__(self, on_text: Callable[[str], None]) -> None:
-        self._on_text = on_text
-        self._heard = 0
-
-    def take(self, text: str, at: int) -> None:
-        """Pass on what is new in a text.
-
-        Args:
-            at: the number of characters before the text. Where some of these are missing, since
-                the channel was away, nothing more is passed on.
-        """
-        new = text[self._heard - at :] if at <= self._heard else ""
-        if new:
-            self._heard += len(new)
-            self._on_text(new)
+        if take is not None and isinstance(text, str) and isinstance(at, int):
+            take(text, at)

@@ -1,7 +1,7 @@
 """Learn which fields of calls, beside the messages, change from run to run (`ChangingFields`).
 
-Some programs list their tools in another order each time, or give a date to the chat template. What
-follows such a field in a prompt cannot be predicted. No I/O.
+Some programs list their tools in another order each time, or give a date to the chat template. The
+prompt's text after such a field cannot be predicted. No I/O.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 Fields = Mapping[str, Any]
-# By the name of a field that has changed: its value before, and the number of runs since.
+# The value of each changed field before its last change, and the number of runs since.
 Changes = Mapping[str, tuple[Any, int]]
 
-# A field that stayed the same for this number of runs is taken to stay the same.
-_STEADY_RUNS = 8
-# These are refused without tools.
+# Engines refuse these fields without tools.
 _NEED_TOOLS = ("tool_choice", "parallel_tool_calls")
 
 
@@ -25,8 +23,8 @@ class ChangingFields:
     """Knows which fields of calls change in a run, compared with the run before."""
 
     def __init__(self) -> None:
-        # By name and content, in whatever order: another value. Calls often have equal fields, of
-        # which one call shows that they change.
+        # Another value of a field, by its name and its content in any order. Calls often have equal
+        # fields, and one call shows that they change.
         self._others: dict[tuple[str, Hashable], Any] = {}
 
     def add(self, fields: Fields, changes: Changes) -> None:
@@ -37,7 +35,8 @@ class ChangingFields:
     def compare(self, earlier: Fields, changes: Changes, now: Fields) -> Changes:
         """Return the changes of a call's fields, given those up to the run before."""
         found = {name: (other, runs + 1) for name, (other, runs) in changes.items()}
-        found = {name: change for name, change in found.items() if change[1] < _STEADY_RUNS}
+        # After eight equal runs, a field is expected to stay the same.
+        found = {name: change for name, change in found.items() if change[1] < 8}
         for name in earlier.keys() | now.keys():
             if _text(earlier.get(name)) != _text(now.get(name)):
                 found[name] = earlier.get(name), 0
@@ -46,18 +45,18 @@ class ChangingFields:
         return found
 
     def compare_order(self, before: Fields, now: Fields) -> None:
-        """Note the fields that an agent sends in another order than in its call before."""
+        """Note the fields that an agent sends in another order than in its last call."""
         for name in before.keys() & now.keys():
             value, other = before[name], now[name]
             if _text(value) != _text(other) and _content(value) == _content(other):
                 self._note(name, other, value)
 
     def forms(self, fields: Fields, changes: Changes) -> list[Fields]:
-        """Return forms of a call's fields that differ wherever the call of this run may differ.
+        """Return forms of a call's fields that differ where this run's call may differ.
 
         Args:
-            fields: the fields as they were the last time, which are the first form.
-            changes: those up to then.
+            fields: the fields of the last run, which are the first form.
+            changes: their changes up to then.
         """
         others = {name: other for name, (other, _) in changes.items()}
         for name, value in fields.items() if self._others else ():
@@ -76,10 +75,10 @@ class ChangingFields:
 
 
 def _text(value: Any) -> str:
-    # Chat templates show keys in the order that they have in the request.
+    # Chat templates show keys in the order of the request.
     return json.dumps(value)
 
 
 def _content(value: Any) -> Hashable:
-    """Return the same for values that differ in the order of their parts."""
+    """Return a key that does not depend on the order of a value's items."""
     return frozenset(Counter(_text(value)).items())

@@ -1,4 +1,4 @@
-"""Plan the links of a run by the run of its program before it (:class:`LearnedLinkPlanner`)."""
+"""Plan the links of a run by its program's last run (:class:`LearnedLinkPlanner`)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from flashmoa.link.learned_runs import (
     called_tools,
 )
 from flashmoa.link.learned_texts import Messages, end_at
+from flashmoa.link.limits import MAX_CALLS_AT_ONCE, Recent
 from flashmoa.link.linked_call import LinkedCall
 from flashmoa.link.options import LinkSettings
 from flashmoa.link.planner import LinkPlanner
@@ -27,28 +28,25 @@ from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt
 from flashmoa.link.response_items import write_messages
 from flashmoa.observe import Listener
 
-# What is known beforehand of a call two steps away is prefilled while others write. A call further
-# away would hold its KV for long, and is less likely to come.
-_STEPS = 2
-# The last requests of a run with the same headers and namespaces, each after the one of the example
-# that it stands for, or after itself.
+# The last requests of a run, one for each server, set of headers and namespace. Each is the second
+# of a pair: the first is its request of the example or, without one, the request itself.
 SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
-# What the key of a call may have after the name of its agent.
+# The key of a call may have a number after its agent's name.
 _NUMBER = re.compile(r" \(\d+\)\Z")
 _FIRST_RUN = (
     "the first run of a program is only watched; later runs of it in this process are linked"
 )
-# So many are kept: there may be headers that differ in each request.
-_MOST_SENT = 256
 
 
 class LearnedLinkPlanner(LinkPlanner):
-    """Plans the links of one run of a program; its agents are the run's calls, by their keys.
+    """Plans the links of a program's run. Its agents are the keys of the run's calls.
 
     Args:
         find_engine: returns a client of the engine that a request of the example was sent to, given
-            that request and those of this run. Raises NotForecastable if this run may send it in
-            another way.
+            that request and the requests of this run. Raises NotForecastable if this run may send
+            it differently.
+        find_client: returns a client that hears the answer to a request of this run; ``None`` if
+            the answer is not to be heard.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class LearnedLinkPlanner(LinkPlanner):
     ) -> None:
         super().__init__(listener, settings)
         self._find_client = find_client
-        # All runs of a program report a reason once, and expect answers as long as in earlier runs.
+        # The runs of a program report a reason once, and expect the lengths of earlier answers.
         self.reported_declines = program.reported_declines
         self.output_lengths = program.output_lengths
         self._learned = LearnedRun(program)
@@ -69,9 +67,10 @@ class LearnedLinkPlanner(LinkPlanner):
         self._placeholders = Placeholders(self._learned.example)
         self._padded = {each: self._placeholders.padded(each) for each in self._learned.example}
         self._is_running = True
-        # By what SentInPlace goes by.
-        self._sent: dict[Hashable, tuple[RecordedRequest, RecordedRequest]] = {}
-        self._given_up: set[str] = set()  # Those whose request after tools will not come.
+        # See SentInPlace; headers may differ in each request.
+        self._sent: Recent[Hashable, tuple[RecordedRequest, RecordedRequest]]
+        self._sent = Recent(limit=MAX_CALLS_AT_ONCE)
+        self._given_up: set[str] = set()  # Calls after tools that will not come.
 
     @property
     def is_running(self) -> bool:
@@ -103,7 +102,7 @@ class LearnedLinkPlanner(LinkPlanner):
         if (recorded := self._learned.calls.get(call.agent)) is not None:
             self._learned.complete(recorded, text, cast("Message | None", result.tool_calls))
         super().call_answered(call, result)
-        # Its key does not come again.
+        # No other call has its key.
         self.links.forget(call.agent)
         if not self.streams:
             self.drop_call(call)
@@ -126,7 +125,9 @@ class LearnedLinkPlanner(LinkPlanner):
         await self.host.close()
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
-        upcoming = self._learned.upcoming(_STEPS)
+        # Calls two steps away are prefilled while others write. A call further away would keep its
+        # KV for long, and is less likely to come.
+        upcoming = self._learned.upcoming(steps=2)
         return [Turn(key) for key in upcoming if key not in self._given_up]
 
     def given_up(self, request: RequestAfterTools, reason: str) -> None:
@@ -147,7 +148,7 @@ class LearnedLinkPlanner(LinkPlanner):
         self.drop_call(call)
 
     async def expect(self, turn: Turn) -> ExpectedRequest:
-        """Return what a call of the example will send in this run."""
+        """Return the request that a call of the example will send in this run."""
         earlier = self._learned.example[turn.agent]
         engine = self._find_engine(earlier.request, [*self._sent.values()])
         written = self._learned.texts(self._padded)
@@ -156,7 +157,7 @@ class LearnedLinkPlanner(LinkPlanner):
         def holds(_: Prompt, now: Turn | None) -> bool:
             if now is None:
                 return True
-            # While tools run, more is known of the request after them.
+            # While tools run, their results tell more about the request after them.
             return (
                 turn.agent not in self.tools
                 and self._learned.predict(turn.agent, written) == messages
@@ -172,10 +173,10 @@ class LearnedLinkPlanner(LinkPlanner):
         return ExpectedRequest(turn, requests, self._placeholders, holds)
 
     def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
-        """Return what an agent asks when its tools have run, unless the example has no such call.
+        """Return the agent's request after its tools, unless the example has no such call.
 
-        Results that are not likely to be those of the example are slots that get no text, since
-        they are seen only in the request.
+        A result that may differ from the example is a slot that gets no text, since only the
+        request shows the result.
         """
         call = self._learned.calls.get(agent)
         key = self._learned.next_key(call) if call is not None else None
@@ -197,38 +198,30 @@ class LearnedLinkPlanner(LinkPlanner):
         return RequestAfterTools(key, tools, requests, self._placeholders)
 
     def _forms(self, request: RecordedRequest, key: str) -> list[RecordedRequest]:
-        """Return requests whose prompts differ wherever a field that changes may be seen.
-
-        Args:
-            request: what the call with this key is expected to send.
-        """
+        """Return forms of a call's expected request that differ in the fields that change."""
         earlier = self._learned.example.get(key)
         forms = self._learned.fields.forms(request.fields, earlier.changes if earlier else {})
         return [replace(request, fields=fields) for fields in forms]
 
     def _note_sent(self, before: RecordedRequest, now: RecordedRequest) -> None:
-        """Note that a request was sent in place of another one, as the last of its like."""
+        """Note that a request was sent in place of a request of the example."""
         like = tuple(
             (each.url, frozenset(each.headers.items()), frozenset(each.namespace.items()))
             for each in (before, now)
         )
-        # A run may send thousands of requests, which are looked through for each link.
-        self._sent.pop(like, None)
         self._sent[like] = before, now
-        if len(self._sent) > _MOST_SENT:
-            del self._sent[next(iter(self._sent))]
 
     def _namespace(self, request: RecordedRequest) -> Mapping[str, str]:
-        """Return the namespace that this run uses in place of that of a request of the example."""
+        """Return this run's namespace in place of the namespace of a request of the example."""
         pairs = reversed(self._sent.values())
         found = (now.namespace for before, now in pairs if before.namespace == request.namespace)
         return next(found, request.namespace)
 
 
 def _after_first_choice(request: RecordedRequest) -> RecordedRequest:
-    """Return a request with which a model may choose its tools freely.
+    """Return the request without the field that forces a call of a tool.
 
-    What forces a first call of a tool is not sent again with its result, which would force another.
+    Programs do not send it again with the result, where it would force another call.
     """
     fields = {name: value for name, value in request.fields.items() if name != "tool_choice"}
     return replace(request, fields=fields)

@@ -1,9 +1,9 @@
-"""Predict the JSON of a request from that of an earlier run (:func:`predict`, :class:`KnownTexts`).
+"""Predict a request from the same request of an earlier run (:func:`predict`, :class:`KnownTexts`).
 
-A program that runs again asks much the same. What differs are the answers of its calls and what it
-was given; both appear in the messages of later calls, and each is replaced there by the text that
-stands for it in the current run. Prompts may be megabytes long and many texts may be known, so no
-loop here goes over characters, and nothing is looked for twice in the same string. No I/O.
+A program that runs again asks much the same. Its input and the answers of its calls differ, and
+later messages contain them: there the current run's text replaces the earlier run's text. Prompts
+may be megabytes long and many texts may be known, so no loop here goes over characters, and no text
+is searched for twice in the same string. No I/O.
 """
 
 from __future__ import annotations
@@ -17,25 +17,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 Messages = Sequence[Mapping[str, Any]]
+# Returns the text of this run in place of a text, or of the answer with a key; ``None`` if unknown.
+FindText = Callable[[str], str | None]
 
-# A shorter text is replaced only where it is a whole string, since it may be in a string by chance.
-_SHORTEST_PART = 4
-# To take a string apart into words pays if more texts than this are looked for in it.
-_FEW_TEXTS = 32
-# The number of characters of a text among which its longest words are taken, and how many of these.
-_SAMPLE = 1000
-_MOST_WORDS = 8
-# Of characters for which `str.isalnum` is true.
+# Matches a sequence of characters that `str.isalnum` accepts.
 _WORD = re.compile(r"[^\W_]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The place at which a call's messages were not as predicted.
+    """The place where a call's messages began to differ from the prediction.
 
     Attributes:
         message: index of the first message that differs.
-        offset: number of characters of its content that are as predicted; 0 if anything else in the
+        offset: number of characters of its content that are as predicted; 0 if another field of the
             message differs, too, or if its content is not a string.
     """
 
@@ -47,7 +42,7 @@ class SharedValues:
     """Replaces JSON values by equal ones that it has seen, so that each is in memory once.
 
     Attributes:
-        size: about the bytes of all values that it has seen.
+        size: an estimate of the bytes of all values that it has seen.
     """
 
     def __init__(self) -> None:
@@ -74,34 +69,31 @@ class SharedValues:
 def _identity(value: object) -> Hashable:
     if isinstance(value, str | dict | list):
         return id(cast("object", value))
-    # Of the others, some of different types are equal.
+    # Numbers of different types may be equal.
     return type(value), value
 
 
 class TextFinder:
-    """Finds texts within strings, and remembers for each string which are in it.
+    """Finds texts within strings, and remembers for each string which texts it contains.
 
-    A string that is asked about again is only searched for the texts that were added since. Where a
-    text would only be part of a longer word, it may or may not be found.
-
-    Args:
-        texts: the first texts. Such as are too short to be looked for within strings are left out.
+    A string is searched once for each text. A text that is only part of a longer word may or may
+    not be found. Texts of fewer than 4 characters are not: a string may contain them by chance.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._texts: set[str] = set()
-        # The numbers of the texts by one of the words of each, which few others have; a string
-        # without that word cannot have the text. A text without words is under an empty one.
+        # Each text's number, under the word that the fewest other texts are under: a string without
+        # the word cannot contain the text. Texts without words are under an empty one.
         self._by_word: defaultdict[str, list[int]] = defaultdict(list)
         self._in_order: list[str] = []
-        # By string, the texts that are in it, and how many of all texts were looked for.
+        # By string, the texts in it, and the number of texts that it was searched for.
         self._found: dict[str, tuple[Sequence[str], int]] = {}
         self.add(texts)
 
     def add(self, texts: Iterable[str]) -> None:
-        """Look for these texts, too, from now on."""
+        """Find these texts, too, from now on."""
         for text in texts:
-            if len(text) >= _SHORTEST_PART and text not in self._texts:
+            if len(text) >= 4 and text not in self._texts:
                 words = _longest_words(text)
                 word = min(words, key=lambda each: len(self._by_word[each]), default="")
                 self._by_word[word].append(len(self._in_order))
@@ -122,8 +114,9 @@ class TextFinder:
         return found
 
     def _likely(self, string: str, searched: int) -> Iterable[str]:
-        """Return the texts that may be in a string, without those that were looked for before."""
-        if len(self._in_order) - searched <= _FEW_TEXTS:
+        """Return the texts that may be in a string and that it was not searched for."""
+        # For a few texts, splitting the string into words takes longer.
+        if len(self._in_order) - searched <= 32:
             return self._in_order[searched:]
         words = {"", *_WORD.findall(string)}
         places = [self._by_word[word] for word in words if word in self._by_word]
@@ -132,27 +125,28 @@ class TextFinder:
 
 
 def _longest_words(text: str) -> Sequence[str]:
-    """Return the longest words at the beginning of a text, the longest first."""
-    words: list[str] = _WORD.findall(text[:_SAMPLE])
-    if len(text) > _SAMPLE:
-        words = words[:-1]  # The last one may be cut off.
-    return sorted(set(words), key=lambda word: (-len(word), word))[:_MOST_WORDS]
+    """Return the 8 longest words at the beginning of a text, the longest first."""
+    beginning = text[:1000]
+    words: list[str] = _WORD.findall(beginning)
+    if beginning != text:
+        words = words[:-1]  # The last word may be cut off.
+    return sorted(set(words), key=lambda word: (-len(word), word))[:8]
 
 
 class KnownTexts:
-    """Replaces the texts of an earlier run by those of this one.
+    """Replaces the texts of an earlier run by the texts of this run.
 
-    What stands for a text is looked up when it is met in a string, since far more texts are known
-    than there are in a prompt.
+    The new text is looked up when the old text is met in a string, since far more texts are known
+    than a prompt contains.
 
     Args:
         answers: the answers of the earlier run, by the keys of its calls.
-        call_ids: the ids of the calls of tools in its other answers, likewise.
+        call_ids: the ids of the calls of tools in its other answers, by the same keys.
     """
 
     def __init__(self, answers: Mapping[str, str], call_ids: Mapping[str, Sequence[str]]) -> None:
-        # By text, where it was: the key of the call that was answered with it, and how; or, if it
-        # is the id of a call of a tool, the number of that.
+        # By text, the keys of the calls that were answered with it, each with the function that
+        # makes the text of the answer, or with the number of the tool's call whose id the text is.
         self._places: defaultdict[str, list[tuple[str, Callable[[str], str] | int]]]
         self._places = defaultdict(list)
         for key, answer in answers.items():
@@ -162,89 +156,84 @@ class KnownTexts:
         for key, ids in call_ids.items():
             for number, id_ in enumerate(ids):
                 self._places[id_].append((key, number))
-        # An empty text is everywhere.
-        self._places.pop("", None)
-        # Texts other than these.
+        self._places.pop("", None)  # An empty text is everywhere.
+        # The texts of this run in place of other texts.
         self._changes: dict[str, str] = {}
         self._finder = TextFinder(self._places)
 
     def learn(self, changes: Mapping[str, str]) -> None:
-        """Note what stands for texts of which nothing is known yet (see :func:`find_changes`)."""
+        """Replace unknown texts as in ``changes`` from now on (see :func:`find_changes`)."""
         for text, now in changes.items():
             self._changes.setdefault(text, now)
         self._finder.add(changes)
 
     def predict(
-        self,
-        value: Any,
-        texts: Mapping[str, str],
-        find_ids: Callable[[str], Sequence[str]],
-        is_readable: Callable[[str], bool] = lambda _: True,
+        self, value: Any, find_text: FindText, find_ids: Callable[[str], Sequence[str]]
     ) -> Any:
-        """Return a JSON value of the earlier run as it is likely to be in this one.
+        """Return the likely form in this run of a JSON value of the earlier run.
 
         Args:
-            texts: by key, what stands for the answers of the earlier run.
+            find_text: returns this run's text in place of the answer of the call with a key;
+                ``None`` if it is not known, or the value cannot contain the answer.
             find_ids: returns the ids of the calls of tools in the answer to the call with a key.
-            is_readable: whether the value may have the answer of the call with a key.
         """
 
-        def stands_for(text: str) -> str | None:
+        def find_replacement(text: str) -> str | None:
             found: set[str] = set()
-            # Several calls may have had the same answer; the last that is known counts.
+            # Several calls may have had the same answer; the last known answer counts.
             for key, place in reversed(self._places.get(text, ())):
                 if isinstance(place, int):
                     found.update(find_ids(key)[place : place + 1])
-                elif is_readable(key) and key in texts:
-                    return place(texts[key])
+                elif (answer := find_text(key)) is not None:
+                    return place(answer)
             if found:
-                # Some models number the calls of each answer anew, so that several calls have had
-                # an id. It stays if it has become different ids.
+                # Some models number the calls of each answer anew, so that several calls had an id.
+                # It stays if it has become different ids.
                 return found.pop() if len(found) == 1 else None
             return self._changes.get(text)
 
-        return predict(value, stands_for, self._finder)
+        return predict(value, find_replacement, self._finder)
 
 
-def predict(value: Any, stands_for: Callable[[str], str | None], finder: TextFinder) -> Any:
-    """Return a JSON value of an earlier run as it is likely to be in this one.
+def predict(value: Any, find_text: FindText, finder: TextFinder) -> Any:
+    """Return the likely form in this run of a JSON value of an earlier run.
 
     Args:
         value: a string, or lists and mappings of such values, for instance messages.
-        stands_for: returns what stands in this run for a text of the earlier one, if that is known.
+        find_text: returns this run's text in place of a text of the earlier run, if it is known.
             A text is replaced where it is a whole string, and within strings where it is no part of
-            a longer word; of texts that overlap, the longest is.
-        finder: finds the texts for which something may be known.
+            a longer word. If texts overlap, the longest is replaced.
+        finder: finds the texts that ``find_text`` may know.
     """
     if isinstance(value, str):
-        whole = stands_for(value)
+        whole = find_text(value)
         if whole is not None:
             return whole
-        parts = [(part, stands_for(part)) for part in finder.within(value)]
-        return replace(value, [(part, now) for part, now in parts if now is not None])
+        found = [(text, find_text(text)) for text in finder.within(value)]
+        return replace(value, [(text, now) for text, now in found if now is not None])
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
-        return {key: predict(item, stands_for, finder) for key, item in items}
+        return {key: predict(item, find_text, finder) for key, item in items}
     if isinstance(value, list | tuple):
-        return [predict(item, stands_for, finder) for item in cast("list[Any]", value)]
+        return [predict(item, find_text, finder) for item in cast("list[Any]", value)]
     return value
 
 
-def replace(string: str, parts: Iterable[tuple[str, str]]) -> str:
-    """Replace parts of a string, but not where they are part of a longer word.
+def replace(string: str, texts: Iterable[tuple[str, str]]) -> str:
+    """Replace texts in a string, but not where they are part of a longer word.
 
     Args:
-        parts: each with its replacement. Of those that overlap, the first one is replaced.
+        texts: each with its replacement. If texts overlap, the first is replaced.
     """
-    # Where the replaced parts start and end, in the order of the string, and what replaces them.
+    # Where the replaced texts start and end, in the order of the string, and their replacements.
     starts: list[int] = []
     ends: list[int] = []
     replacements: list[str] = []
-    for part, replacement in parts:
+    for text, replacement in texts:
         start = 0
-        while (at := string.find(part, start)) >= 0:
-            # Where it is part of a longer word, it may overlap with a place where it is not.
-            end, start = at + len(part), at + 1
+        while (at := string.find(text, start)) >= 0:
+            # A place where it is part of a longer word may overlap a place where it is not.
+            end, start = at + len(text), at + 1
             place = bisect_right(ends, at)
             if place < len(starts) and starts[place] < end:
                 start = ends[place]
@@ -254,11 +243,11 @@ def replace(string: str, parts: Iterable[tuple[str, str]]) -> str:
                 ends.insert(place, end)
                 replacements.insert(place, replacement)
     kept = [string[end:start] for end, start in zip([0, *ends], [*starts, None], strict=True)]
-    return "".join(piece for pair in zip(kept, [*replacements, ""], strict=True) for piece in pair)
+    return "".join(text for pair in zip(kept, [*replacements, ""], strict=True) for text in pair)
 
 
 def find_divergence(predicted: Messages, actual: Messages) -> Divergence | None:
-    """Return where messages differ from those predicted; ``None`` if they do not."""
+    """Return where messages differ from the prediction; ``None`` if they do not."""
     for index, (expected, message) in enumerate(zip(predicted, actual, strict=False)):
         if expected != message:
             return Divergence(index, _common_content(expected, message))
@@ -268,7 +257,7 @@ def find_divergence(predicted: Messages, actual: Messages) -> Divergence | None:
 
 
 def _common_content(message: Mapping[str, Any], other: Mapping[str, Any]) -> int:
-    """Return the length of the contents' common beginning if all else in two messages is equal."""
+    """Return the length of the contents' common beginning; 0 if other fields differ."""
     content, other_content = message.get("content"), other.get("content")
     if not isinstance(content, str) or not isinstance(other_content, str):
         return 0
@@ -289,14 +278,14 @@ def end_at(messages: Messages, divergence: Divergence, other: str) -> list[Mappi
 
 
 def find_changes(earlier: Any, predicted: Any, actual: Any) -> dict[str, str]:
-    """Return the strings of an earlier run that are others than predicted, with what they are.
+    """Return the strings of an earlier run that were predicted wrongly, with the actual strings.
 
-    Where what was predicted and what came begin or end alike, the part in which they differ is
-    returned as well, in whole words. Values of different shapes are not compared.
+    If prediction and actual string begin or end alike, the differing words between are returned as
+    well. Values of different shapes are not compared.
 
     Args:
         earlier: the value of the earlier run.
-        predicted: what :func:`predict` made of it.
+        predicted: the value that :func:`predict` returned for it.
         actual: the value of this run.
     """
     changes: dict[str, str] = {}
@@ -324,10 +313,9 @@ def have_same_start(messages: Messages, other: Messages) -> bool:
 
 
 def similarity(value: Any, other: Any) -> tuple[int, ...]:
-    """Return how far a JSON value is like another one: the place at which they begin to differ.
+    """Return the place where a JSON value begins to differ from another value.
 
-    The place is a path into ``other``. Of two values, the one with the greater place is like
-    ``other`` for longer; that of a value which is equal to it is the greatest.
+    The place is a path into ``other``, greater the later it is, and greatest for an equal value.
     """
     pairs: list[tuple[Any, Any]]
     if isinstance(value, str) and isinstance(other, str):
@@ -347,9 +335,9 @@ def similarity(value: Any, other: Any) -> tuple[int, ...]:
 
 
 def common_prefix(string: str, other: str) -> int:
-    """Return the number of characters with which two strings begin alike."""
+    """Return the length in characters of the common beginning of two strings."""
     alike, end, step = 0, min(len(string), len(other)), 64
-    # Most strings differ soon: pieces of them are compared, each twice as long as the one before.
+    # Most strings differ soon, so each slice that is compared doubles in length.
     while alike < end and string[alike : alike + step] == other[alike : alike + step]:
         alike, step = min(alike + step, end), step * 2
     end = min(end, alike + step)
@@ -363,7 +351,7 @@ def common_prefix(string: str, other: str) -> int:
 
 
 def common_first_words(string: str, other: str) -> int:
-    """Return the number of characters of the words with which two strings begin alike."""
+    """Return the length in characters of the common words at the beginning of two strings."""
     end = common_prefix(string, other)
     if not _splits_word(string, end) and not _splits_word(other, end):
         return end
@@ -372,10 +360,9 @@ def common_first_words(string: str, other: str) -> int:
 
 
 def common_last_words(string: str, other: str) -> int:
-    """Return the number of characters of the words with which two strings end alike."""
+    """Return the length in characters of the common words at the end of two strings."""
     return common_first_words(string[::-1], other[::-1])
 
 
 def _splits_word(string: str, at: int) -> bool:
-    """Return whether the characters on both sides of a place belong to one word."""
     return 0 < at < len(string) and string[at - 1].isalnum() and string[at].isalnum()

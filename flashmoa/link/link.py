@@ -1,9 +1,8 @@
-"""Turn upstream text into the KV of a downstream prompt (:class:`Link`).
+"""Prefill a downstream prompt while upstream agents write texts in it (:class:`Link`).
 
-While upstream agents write into a prompt's slots, its link sends the text before the stable
-frontier to the downstream engine, which prefills it (FlashAgents §3.1). A link never raises an
-exception in the agents it serves: a failure ends the link and is reported as an event, and the
-downstream request is computed as it would have been without the link.
+A link sends the prompt's text before the stable frontier to the downstream engine, which prefills
+it (FlashAgents §3.1). A link never raises an exception in the agents that it serves: a failure ends
+the link and is reported as an event, and the downstream request is computed as without a link.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Literal, TypedDict
 
 import anyio
 
@@ -49,34 +48,33 @@ from flashmoa.observe.events import contained, ignore
 
 logger = logging.getLogger(__name__)
 
-# How much of a prompt is sent before its request: nothing, the part that is known beforehand, or
-# also the text of its upstream agents as they write it.
+# How much of a prompt is sent before its request: nothing, the known text, or also the texts of its
+# upstream agents as they write them.
 Ahead = Literal["nothing", "known", "text"]
 
 _LATE, _PLAIN, _UNFINISHED = "too late", "plain engine", "unfinished"
-# How often a link tries to have its stream on a worker behind a front end, and how long it
-# waits between. A front end needs a moment to notice that a worker has died.
-_TRIES = 8
-_REOPEN_SECONDS = 0.25
 _WORKER_FAILURES = (EngineUnreachable, EngineTimeout, EngineDraining, StreamGone, StreamUnknown)
-# How long the next link to an engine waits for this one to be open.
-_BEGINNING_SECONDS = 0.1
 
 
 def kind_of(problem: BaseException) -> str:
-    """Return what problems that differ only in their wording have in common."""
+    """Return a name for the kind of a problem, whatever its wording."""
     return f"{type(problem).__name__} {getattr(problem, 'code', '')}"
 
 
 def report_no_link(agent: str, engine_url: str, problem: Exception, listener: Listener) -> None:
-    """Log and report that an agent has no link this time, because of a problem with its engine."""
+    """Log and report that an agent has no link this time, since its engine has a problem."""
     level = level_once(engine_url, kind_of(problem))
     logger.log(level, "No link to %s this time: %s", agent, problem)
     listener(LinkDeclined(agent=agent, engine=engine_url, reason=f"{problem}"))
 
 
+class _LinkNames(TypedDict):
+    agent: str
+    engine: str
+
+
 class Link:
-    """Sends one downstream prompt to a prompt stream while upstream agents write it.
+    """Sends one downstream prompt to a prompt stream while upstream agents write texts in it.
 
     On an engine without the plugin it prefills the prompt in a few steps instead, unless the engine
     client says otherwise.
@@ -85,14 +83,17 @@ class Link:
         engine: the downstream agent's engine.
         prompt: the agent's future prompt; feed it through :meth:`feed` and :meth:`close_slot`.
         agent: the downstream agent's name, for events.
-        on_failure: what happens to the link when an upstream agent fails.
-        unused_seconds: how long to wait for the downstream request once the prompt is
-            complete; then the KV is released.
+        on_failure: the action when an upstream agent fails.
+        unused_seconds: how long to wait for the downstream request once the prompt is complete;
+            then the KV is released.
         namespace: the namespace of the downstream request's KV; by default the engine client's.
-        expected_output_tokens: how long the agent's answer is likely to be, if that is known.
-        expect: returns how many tokens an upstream agent is likely to write, if that is known.
+        expected_output_tokens: the likely length of the agent's answer, if it is known.
+        expect: returns the likely length in tokens of an upstream agent's text, if it is known.
         follows: whether the engine adds the text of its own calls by itself.
         listener: receives the link's events.
+
+    Attributes:
+        has_expired: whether the link has ended because no request came in time.
 
     Run :meth:`run` in a task group; cancelling it deletes the stream.
     """
@@ -114,6 +115,7 @@ class Link:
         self.engine = engine
         self.prompt = prompt
         self.agent = agent
+        self._names = _LinkNames(agent=agent, engine=engine.url)
         self._policy = FailurePolicy.of(on_failure)
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
@@ -130,11 +132,10 @@ class Link:
         )
         self._feed: Feed = self._make_feed()
         self._end_reason: str | None = None
-        # The stream is open, or there will be none.
+        # Set when the stream is open, or there will be none.
         self._begun = anyio.Event()
-        # Whether it has ended because no request came in time.
         self.has_expired = False
-        # Whether the engine has said how a request that did not name the stream has used it.
+        # Whether a request that did not name the stream was reported.
         self._is_found = False
         # When each slot last received text, by the event loop's clock.
         self._last_text_at: dict[str, float] = {}
@@ -150,7 +151,7 @@ class Link:
 
     @property
     def used_id(self) -> str | None:
-        """The id that events of the request name, if there was a stream when it came."""
+        """The stream's id in the request's events, if there was a stream when the request came."""
         return self.stream_id if self._end_reason in ("used", _UNFINISHED) else None
 
     @property
@@ -162,16 +163,16 @@ class Link:
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether a request was sent that cannot name the stream, and looks for it by its prompt.
+        """Whether a request was sent that finds the stream by its prompt instead of its id.
 
-        Delete the stream when that call has ended: its engine then says how it was of use, or if
-        the request has gone to another engine, frees it.
+        Delete the stream when the call has ended: the engine then reports how the request used it,
+        or frees it if the request has gone to another engine.
         """
         return self._end_reason == "used" and not self._feed.is_named and not self._is_found
 
     def waits_for(self, name: str) -> bool:
         """Return whether a slot of that name is still open."""
-        return any(slot.name == name and slot.is_open for slot in self.prompt.slots)
+        return bool(self._open_slots(name))
 
     def feed(self, name: str, text: str) -> None:
         """Add text to the open slot ``name``, if there is one."""
@@ -188,7 +189,7 @@ class Link:
             self._feed.changed()
 
     def replace(self, name: str, text: str) -> None:
-        """Put another text into the open slot ``name``, in the place of what it was fed."""
+        """Replace the text of the open slot ``name``."""
         for slot in self._open_slots(name):
             self.prompt.replace(slot, text)
         self._feed.changed()
@@ -204,25 +205,17 @@ class Link:
         if self.is_over or not self.waits_for(name):
             return
         action = self._policy.action(failure)
-        self._listener(
-            UpstreamFailed(
-                agent=self.agent,
-                engine=self.engine.url,
-                upstream=name,
-                failure=failure,
-                action=action,
-            )
-        )
+        self._listener(UpstreamFailed(**self._names, upstream=name, failure=failure, action=action))
         if action == "finalize":
             self.close_slot(name)
         else:
             self.end("abort")
 
     def become(self, prompt: Prompt) -> bool:
-        """Replace the prompt by one in which more text is certain.
+        """Replace the prompt by a prompt with more certain text.
 
         Return whether that was possible: not if the link has ended, the prompt is complete, or the
-        new one does not begin with the text that was sent.
+        new prompt does not begin with the sent text.
         """
         if self.is_over or self.prompt.is_complete:
             return False
@@ -236,8 +229,8 @@ class Link:
     def claim(self) -> str | None:
         """Return the id of the stream, if it is open, for the downstream request.
 
-        Call this just before the request is sent. The link then sends nothing more, since the
-        request carries the whole prompt.
+        Call this just before the request is sent. The link then sends nothing more: the request
+        carries the whole prompt.
         """
         if self.is_over:
             return None
@@ -245,18 +238,14 @@ class Link:
             # A stream that is still being opened is too late for the request.
             self.end(_PLAIN if self._feed.is_plain else _LATE)
         elif is_behind(self.stream_id) and not self.prompt.is_complete:
-            # The request could find its whole prompt only.
+            # The request could only find a stream with its whole prompt.
             self.end(_UNFINISHED)
         else:
             self.end("used")
         return self.stream_id if self._feed.is_named else None
 
     def end(self, reason: str) -> None:
-        """End the link.
-
-        Args:
-            reason: the reason in the link's ``LinkClosed`` event.
-        """
+        """End the link, with this reason in its ``LinkClosed`` event."""
         if not self.is_over:
             self._end_reason = reason
             self._feed.stop()
@@ -264,13 +253,13 @@ class Link:
     async def start(self, host: TaskHost) -> None:
         """Run the link in a task of ``host``; wait a moment for its stream to be open.
 
-        Engines prefill streams in the order in which they were opened, and requests that are sent
-        together arrive in any order.
+        Engines prefill streams in opening order, and requests that are sent together arrive in any
+        order.
         """
         host.start(self.run)
         if not self.prompt.stable():
             return  # It is opened once its first text is written.
-        with anyio.move_on_after(_BEGINNING_SECONDS):
+        with anyio.move_on_after(0.1):
             await self._begun.wait()
 
     async def run(self) -> None:
@@ -323,7 +312,8 @@ class Link:
 
         Behind a front end it is opened elsewhere if its worker dies, hangs or drains.
         """
-        for tries_left in reversed(range(_TRIES)):
+        # A front end needs a moment to notice that a worker has died.
+        for tries_left in reversed(range(8)):
             try:
                 await self._feed.run()
                 if self.stream_id is not None:
@@ -335,9 +325,9 @@ class Link:
                 text = "The prompt stream of %s is opened on another worker: %s"
                 logger.debug(text, self.agent, problem)
             async with anyio.create_task_group() as group:
-                # A worker that hangs may go on one day.
+                # A worker that hangs may continue later.
                 group.start_soon(self.delete_stream)
-                await anyio.sleep(_REOPEN_SECONDS)
+                await anyio.sleep(0.25)
                 group.cancel_scope.cancel()
             if self.is_over:
                 return
@@ -348,7 +338,7 @@ class Link:
         stall_seconds = self._policy.stall_seconds
         while True:
             now = anyio.current_time()
-            # Of a text that the engine itself adds, less may be heard here.
+            # If the engine adds a text by itself, the link may receive less of the text.
             begun = {name: at for name, at in self._last_text_at.items() if self._may_stall(name)}
             for name, at in begun.items():
                 if now - at >= stall_seconds:
@@ -362,16 +352,14 @@ class Link:
         self._begun.set()
         if state.next_seq == 0:
             event = LinkOpened(
-                agent=self.agent,
-                engine=self.engine.url,
+                **self._names,
                 upstream=tuple(slot.name for slot in self.prompt.slots),
                 stream_id=state.id,
                 plain=self._feed.is_plain,
             )
         else:
             event = LinkAdvanced(
-                agent=self.agent,
-                engine=self.engine.url,
+                **self._names,
                 stream_id=state.id,
                 received_tokens=state.received_tokens,
                 prefilled_tokens=state.prefilled_tokens,
@@ -380,7 +368,7 @@ class Link:
 
     async def _wait_for_request(self) -> None:
         with anyio.move_on_after(self._unused_seconds):
-            await self._feed.hold()
+            await self._feed.keep()
         self.has_expired = not self.is_over
         self.end("unused")
 
@@ -391,9 +379,7 @@ class Link:
             if reason != "used":
                 await self.delete_stream()
         finally:
-            stream_id, url = self.stream_id, self.engine.url
-            closed = LinkClosed(agent=self.agent, engine=url, stream_id=stream_id, reason=reason)
-            self._listener(closed)
+            self._listener(LinkClosed(**self._names, stream_id=self.stream_id, reason=reason))
 
     async def delete_stream(self) -> None:
         """Delete the stream and release its KV, even if cancelled (see ``prompt_feed``).
@@ -406,20 +392,12 @@ class Link:
             text = "Stream %s could not be deleted, so the engine lets it expire: %s"
             logger.debug(text, self.stream_id, error)
         finally:
-            if self.is_unnamed and self._feed.is_deleted:
-                self._report_found()
-
-    def _report_found(self) -> None:
-        assert self.stream_id is not None
-        self._is_found = True
-        self._listener(
-            StreamFound(
-                agent=self.agent,
-                engine=self.engine.url,
-                stream_id=self.stream_id,
-                figures=self._feed.figures,
-            )
-        )
+            if self.is_unnamed and self._feed.is_deleted and self.stream_id is not None:
+                self._is_found = True
+                figures = self._feed.figures
+                self._listener(
+                    StreamFound(**self._names, stream_id=self.stream_id, figures=figures)
+                )
 
     def _may_stall(self, name: str) -> bool:
         return any(slot.call is None for slot in self._open_slots(name))

@@ -16,7 +16,7 @@ from flashmoa.observe.calls import CallReporter
 
 
 class Planner(Protocol):
-    """What a call needs of its team's :class:`~flashmoa.link.planner.LinkPlanner`."""
+    """The part of :class:`~flashmoa.link.planner.LinkPlanner` that a call uses."""
 
     listener: Listener
     streams: bool
@@ -35,7 +35,7 @@ class LinkedCall(CallObserver):
 
     Args:
         agent: the name of the agent that makes the request.
-        own_link: the link to the request's prompt, if there is one; the request claims its stream.
+        own_link: the link to the request's prompt, if any; the request claims its stream.
         rewritten: see :meth:`LinkPlanner.begin`.
         unlinked: why there is no ``own_link``, for reports.
 
@@ -82,7 +82,7 @@ class LinkedCall(CallObserver):
 
     @property
     def why_unheard(self) -> str | None:
-        """Why other agents get its text when it is complete; ``None`` if there is no reason."""
+        """Why other agents get its text only when it is complete, if there is a reason."""
         if self.hold_reason is not None or self.channel is None:
             return self.hold_reason
         return self.channel.problem
@@ -93,7 +93,7 @@ class LinkedCall(CallObserver):
 
     def on_text(self, text: str) -> None:
         if self._is_over:
-            return  # Another thread was about to tell it.
+            return  # Another thread was late.
         super().on_text(text)
         if self.takes_text:
             self.text.write(text)

@@ -1,5 +1,5 @@
-"""Keep the link of one team or workflow (:class:`LinkedTeam`), and let its agents' clients ask it
-to observe their requests (:class:`LinkedTeams`)."""
+"""Link a team or workflow (:class:`LinkedTeam`), and let its agents' clients report their requests
+to it (:class:`LinkedTeams`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Planner = TypeVar("Planner", bound=LinkPlanner)
 
-# The attribute of a team that holds its link, so that both live equally long.
+# The attribute of a team with its link, so that both live equally long.
 _LINK_ATTRIBUTE = "_flashmoa_link"
 
 
@@ -34,12 +34,12 @@ class LinkedTeam(Reported, ABC, Generic[Planner]):
     it as a context manager.
 
     Args:
-        owner: the object that it is kept on; its earlier link is ended.
-        observed: the linked teams of its agents' clients, to which it is added.
+        owner: the object that keeps the link; its earlier link is ended.
+        observed: the linked teams of its agents' clients; the link is added to them.
         planner: plans its links.
         report: receives its events.
-        listener: receives them from the report, and its trace ends with the link; ``None`` for a
-            team within a linked team, whose report it shares.
+        listener: receives the events from the report, and its trace ends with the link; ``None``
+            for a team within a linked team, which shares that team's report.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LinkedTeam(Reported, ABC, Generic[Planner]):
         """Return the observer of a request; ``None`` if it is not made for an agent of the team.
 
         Args:
-            caller: what the framework tells of who is calling.
+            caller: the framework's object for the caller.
         """
         name = self._find_name(caller)
         if name is None:
@@ -90,7 +90,7 @@ class LinkedTeam(Reported, ABC, Generic[Planner]):
 
     @abstractmethod
     def _find_name(self, caller: Any) -> str | None:
-        """Return the name of the team's agent that is calling; ``None`` if it is none of these."""
+        """Return the name of the team's agent that is calling, if it is one."""
 
     @abstractmethod
     def _begin(self, name: str, request: CallRequest) -> CallObserver | None:
@@ -105,10 +105,10 @@ class LinkedTeam(Reported, ABC, Generic[Planner]):
 
 
 class LinkedTeams:
-    """The linked teams that observe the calls of one client.
+    """The linked teams that observe a client's calls.
 
-    It holds them weakly: a client may live longer than the teams that use it, and must not keep
-    them in memory. Another thread may add teams at any time, while a WeakSet could not be read.
+    It references them weakly: a client may live longer than its teams, and must not keep them in
+    memory. It is no WeakSet, which could not be read while another thread adds a team.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,6 @@ class LinkedTeams:
 
 
 def link_of(owner: Any) -> LinkedTeam[Any] | None:
-    """Return the link of a team, if it has one."""
     return getattr(owner, _LINK_ATTRIBUTE, None)
 
 

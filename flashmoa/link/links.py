@@ -1,4 +1,4 @@
-"""Keep the links of one team to the requests that are expected (:class:`Links`)."""
+"""Keep a team's links to the expected requests (:class:`Links`)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from flashmoa.errors import EngineError, PluginMissing
 from flashmoa.link import reasons
 from flashmoa.link.calls import OutputLengths
 from flashmoa.link.expected import ExpectedRequest, Turn
+from flashmoa.link.limits import MAX_REMEMBERED
 from flashmoa.link.link import Link, kind_of, report_no_link
 from flashmoa.link.options import LinkSettings, Session
 from flashmoa.link.prompt import NotForecastable, Prompt
@@ -27,15 +28,12 @@ from flashmoa.observe import LinkDeclined, Listener
 
 logger = logging.getLogger(__name__)
 
-MAX_REPORTED_DECLINES = 1000
-_CHARACTERS_PER_TOKEN = 3
-
-# Returns whether a request is expected as it was when it was predicted.
+# Returns whether a turn is still expected as it was when its request was predicted.
 IsCurrent = Callable[[Turn], bool]
 
 
 class Team(Protocol):
-    """What links need of their team's :class:`~flashmoa.link.planner.LinkPlanner`."""
+    """The part of :class:`~flashmoa.link.planner.LinkPlanner` that its links use."""
 
     listener: Listener
     settings: LinkSettings
@@ -57,9 +55,9 @@ class _Kept:
 
 
 class Links:
-    """The links of one team: at most one for each agent.
+    """A team's links, at most one for each agent, and the reasons for which agents have none.
 
-    It also knows why an agent has none. A failure costs only the link.
+    A failure costs only the link.
 
     Args:
         kv_share: see :class:`~flashmoa.link.planner.LinkPlanner`.
@@ -72,7 +70,7 @@ class Links:
         self._unlinked: dict[str, Unlinked] = {}
         # Agents with a link that :meth:`end_missing` did not find.
         self._missed: set[str] = set()
-        # By URL: links to one engine are made one after the other, the likeliest first.
+        # By URL: the links to an engine are made one after the other, the likeliest first.
         self._making: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
     def __iter__(self) -> Generator[Link]:
@@ -86,11 +84,11 @@ class Links:
         return self._unlinked.get(agent)
 
     def needs(self, turn: Turn) -> bool:
-        """Return whether the request of a turn must be predicted: no link fits, but one may."""
+        """Return whether to predict a turn's request: it has no right link, but may get one."""
         if self._unlinked.get(turn.agent) is reasons.PLAIN_ENGINE:
             return False
         kept = self._kept.get(turn.agent)
-        # Without texts that are written meanwhile, a link is over once its request is prefilled.
+        # Unless texts are streamed, a link is over once its request is prefilled.
         if kept is None or (kept.link.is_over and self._team.settings.ahead == "text"):
             return True
         return not kept.expected.holds(kept.link.prompt, turn)
@@ -98,7 +96,7 @@ class Links:
     def take(self, agent: str, url: str) -> Link | None:
         """Remove the link for a call that is about to be sent to ``url``, and return it.
 
-        A link that was made for a different call is ended instead, and ``None`` returned.
+        End a link that was made for a different call, and return ``None``.
         """
         kept = self._kept.pop(agent, None)
         if kept is None:
@@ -111,7 +109,6 @@ class Links:
         return None
 
     def end(self, agent: str, reason: str) -> None:
-        """End the link to an agent, if there is one."""
         if kept := self._kept.pop(agent, None):
             kept.link.end(reason)
 
@@ -126,20 +123,19 @@ class Links:
         self._missed = missing
 
     def end_all(self, reason: str) -> None:
-        """End every link, at the end of a run."""
         for agent in list(self._kept):
             self.end(agent, reason)
         unlinked = self._unlinked.items()
         self._unlinked = {agent: why for agent, why in unlinked if why.until == "prediction"}
 
     def begin_attempt(self, agent: str) -> None:
-        """Note that an agent is unlinked until there is a link: its call may come before."""
+        """Note that an agent is unlinked until its link is open: its call may come before."""
         why = self._unlinked.get(agent)
         if why is None or why.until == "call":
             self._unlinked[agent] = reasons.UNFINISHED
 
     def end_attempt(self, agent: str) -> None:
-        """Forget the last attempt to link an agent: it has ended well, or the agent has called."""
+        """Forget the last attempt to link an agent: it succeeded, or the agent has called."""
         if (why := self._unlinked.get(agent)) is not None and why.until == "call":
             del self._unlinked[agent]
 
@@ -148,7 +144,7 @@ class Links:
         self._unlinked.pop(agent, None)
 
     async def reconcile(self, expected: Iterable[ExpectedRequest], is_current: IsCurrent) -> None:
-        """Keep, extend, replace or open a link for each request; no engine delays other engines."""
+        """Keep, extend, replace or open a link for each request. No engine delays other engines."""
         by_url: defaultdict[str, list[ExpectedRequest]] = defaultdict(list)
         for request in expected:
             by_url[request.engine.url].append(request)
@@ -176,7 +172,7 @@ class Links:
         kept = self._kept.get(agent)
         link = kept.link if kept is not None else None
         if link is not None and link.has_expired and _is_same(link.prompt, prompt):
-            # No request came in time for this very prompt.
+            # No request came in time for this prompt.
             self.end_attempt(agent)
         elif link is None or link.is_over:
             await self._open(expected, prompt, is_current)
@@ -215,9 +211,9 @@ class Links:
             await link.start(team.host)
 
     async def _why_no_room(self, engine: EngineClient, prompt: Prompt) -> str | None:
-        """Return why there can be no link to a prompt that may never come; ``None`` if there can.
+        """Return why there can be no link to an uncertain request; ``None`` if there can be one.
 
-        Links that may never be used get a share of each engine's KV pool.
+        Links to uncertain requests get a share of each engine's KV pool.
 
         Raises: EngineError if the engine does not report the size of its KV pool.
         """
@@ -230,7 +226,8 @@ class Links:
         others = [kept.link for kept in self._kept.values() if not kept.expected.turn.sure]
         there = [link for link in others if link.engine.url == engine.url and not link.is_over]
         characters = sum(len(each.stable()) for each in [prompt, *(link.prompt for link in there)])
-        if characters <= _CHARACTERS_PER_TOKEN * self._kv_share * pool_tokens:
+        # A token is taken for 3 characters, fewer than in most texts.
+        if characters <= 3 * self._kv_share * pool_tokens:
             return None
         return (
             "the share of the KV pool for links that may go unused is taken by agents that are "
@@ -257,20 +254,20 @@ class Links:
         """Leave an agent unlinked this time, and report why; each kind of reason is reported once.
 
         Args:
-            problem: what was raised when its next prompt was predicted. If that is no
+            problem: the exception of the prediction of its next prompt. Unless that is a
                 NotForecastable, the agent's own code failed, in its tools or its context.
         """
         reason, kind = str(problem), kind_of(problem.__cause__ or problem)
         if not isinstance(problem, NotForecastable):
             reason = f"predicting its next prompt failed: {problem!r}"
         elif problem.__cause__ is None:
-            kind = reason  # It is one of FlashMoA's own sentences.
+            kind = reason  # A sentence of FlashMoA.
         self._unlinked[agent] = Unlinked(reason, "prediction")
         self.end(agent, "unused")
         reported, name = self._team.reported_declines, self._team.agent_of(agent)
         if (name, kind) in reported:
             return
-        if len(reported) >= MAX_REPORTED_DECLINES:
+        if len(reported) >= MAX_REMEMBERED:
             reported.clear()
         reported.add((name, kind))
         logger.warning("%s runs unlinked: %s", agent, reason)

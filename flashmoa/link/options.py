@@ -25,26 +25,26 @@ SESSION_HEADERS: dict[str, SessionOf] = {
 
 
 class LinkOptions(TypedDict, total=False):
-    """Says how calls are linked: keywords of all that links, as ``link``, ``run``, ``Workflow``.
+    """Options of everything that links calls, such as ``link``, ``run``, ``Workflow``.
 
     Attributes:
-        ahead: how much of a prompt is prefilled before its request: ``text``, the default: also
-            texts as they are written; ``known``: only what is known beforehand; ``nothing``: calls
-            are only observed, to compare with linked ones.
-        on_failure: what happens to the link to a prompt when a text in it fails: a policy or an
+        ahead: how much of a prompt is prefilled before its request. ``text``, the default: also
+            texts as they are written; ``known``: only the text that is known beforehand;
+            ``nothing``: calls are only observed, to compare them with linked calls.
+        on_failure: the action on the link to a prompt when a text in it fails: a policy or an
             action for all, or one for each agent that reads, by its name. By default ``abort``.
         trace: a file to write all events to, for ``flashmoa trace``, which also makes a page of
             it. An existing trace is replaced, unless it is being written: then both write to it.
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` then says why
             prefixes broke.
         listener: receives all events.
-        session_headers: by which headers every request says to which run and agent it belongs, so
-            that routers send it where its KV is: to the name of each, ``run`` or ``agent``. By
-            default those of Dynamo and smg (:data:`SESSION_HEADERS`); the values are random ids.
+        session_headers: the headers that tell routers the run or agent of a request, so that they
+            send it where its KV is: ``run`` or ``agent`` by the name of each header. The default
+            are Dynamo's and smg's headers (:data:`SESSION_HEADERS`); the values are random ids.
 
-    What takes them raises ``TypeError`` for any other option, ``ValueError`` if an option's value
-    is unknown, ``trace`` is an existing file that is not a trace, or prompts are to be written, but
-    no trace; and ``OSError`` if the trace cannot be written.
+    Raises ``TypeError`` for any other option; ``ValueError`` if an option's value is unknown,
+    ``trace`` is an existing file that is not a trace, or ``trace_prompts`` is given without
+    ``trace``; ``OSError`` if the trace cannot be written.
     """
 
     ahead: Ahead
@@ -67,7 +67,7 @@ class LinkSettings:
     session_headers: Mapping[str, SessionOf] = field(default_factory=SESSION_HEADERS.copy)
 
     def __new__(cls, **options: Any) -> Self:
-        # Python's own error would name this class, which users never see.
+        # Python's error would name this class, which users never see.
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in options if name not in known]:
             raise TypeError(
@@ -91,10 +91,10 @@ class LinkSettings:
             self.policy(name)
 
     def policy(self, agent: str) -> FailurePolicy:
-        """Return what happens to the link to an agent's prompt when a text in it fails.
+        """Return the action on the link to an agent's prompt when a text in it fails.
 
         Args:
-            agent: its name; further calls of it in a run may have a number: ``writer (2)``.
+            agent: its name, which may have the number of a call: ``writer (2)``.
         """
         given = self.on_failure
         if isinstance(given, Mapping):
@@ -107,14 +107,14 @@ class LinkSettings:
         check_names("on_failure", names, known)
 
     def listen(self, successor_of: Listener | None = None) -> Listener:
-        """Return the listener of one link or run, which writes its trace; see :func:`add_trace`."""
+        """Return the listener of a link or run, which writes its trace; see :func:`add_trace`."""
         return add_trace(
             self.listener, self.trace, prompts=self.trace_prompts, successor_of=successor_of
         )
 
 
 class Session:
-    """Names a run and its agents to routers, by ids that say nothing else.
+    """Names a run and its agents to routers, by random ids.
 
     Args: headers: see :attr:`LinkOptions.session_headers`.
     """
@@ -124,7 +124,6 @@ class Session:
         self._run = secrets.token_hex(8)
 
     def headers(self, agent: str) -> dict[str, str]:
-        """Return the headers of an agent's requests."""
         # Names of agents may be anything, and may be private.
         own = hashlib.sha256(f"{self._run} {agent}".encode(errors="replace")).hexdigest()[:16]
         ids = {"run": self._run, "agent": f"{self._run}-{own}"}

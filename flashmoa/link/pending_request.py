@@ -32,7 +32,7 @@ class PendingRequest:
     Args:
         messages: the request's messages, with marks for the texts.
         texts: every text whose mark is in the messages; their names must differ.
-        policy: the action when a text fails.
+        policy: the actions when a text fails.
         agent: the name of the agent that will send the request.
         listener: receives the events of the request's link.
         streams: whether texts are prefilled as they are written. ``False`` prefills only the
@@ -57,7 +57,7 @@ class PendingRequest:
         self._listener = listener
         self._link: Link | None = None
         self._engine = ""
-        # The scope in which the prompt is being rendered.
+        # Set while the prompt is rendered.
         self._rendering: anyio.CancelScope | None = None
         # Why there is no link, for reports.
         self._unlinked = WHOLE
@@ -66,17 +66,16 @@ class PendingRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether any of its texts is still being written."""
         return not all(text.is_complete for text in self._texts)
 
     @property
     def unlinked(self) -> str:
-        """Return why the claimed request uses no link, in words; empty if it uses one."""
+        """Why the claimed request uses no link, in words; empty if it uses one."""
         return self._unlinked if self._link is None else self._link.unused_reason
 
     @property
     def used_id(self) -> str | None:
-        """Return the id of the link that the request uses; ``None`` before it is claimed."""
+        """The id of the claimed link, for events."""
         return self._link.used_id if self._link is not None else None
 
     async def messages(self) -> Messages:
@@ -88,7 +87,7 @@ class PendingRequest:
         async def read(text: StreamedText) -> None:
             self._read_texts[text._mark] = await text._read(self._policy)
 
-        # A text that fails is no longer waited for, whatever texts are before it.
+        # A failure ends the wait at once, also for the texts before the failed one.
         await all_of([partial(read, text) for text in self._texts])
         for text in self._texts:
             if text.failure is not None:
@@ -121,11 +120,10 @@ class PendingRequest:
 
     @property
     def is_unnamed(self) -> bool:
-        """Return whether the request looks for its stream by its prompt; see :class:`Link`."""
         return self._link is not None and self._link.is_unnamed
 
     async def delete_claimed_stream(self) -> None:
-        """Delete a stream that was claimed for a request which will not be sent, or was answered.
+        """Delete a claimed stream whose request will not be sent, or was answered.
 
         A link that has not ended deletes its stream itself.
         """
@@ -135,8 +133,8 @@ class PendingRequest:
     def prepare_link(self, engine: EngineClient, fields: Mapping[str, Any]) -> Background:
         """Return a function to run in the background, which links the prompt to the texts.
 
-        The request does not wait for it: if it is claimed before its prompt is rendered, it is sent
-        unlinked. If there can be no link, the reason is logged.
+        The request does not wait for the link: if it is claimed before its prompt is rendered, it
+        is sent unlinked. If there can be no link, the reason is logged.
 
         Args:
             engine: the engine that the request will be sent to.
@@ -183,8 +181,7 @@ class PendingRequest:
     def _feed(self, link: Link, texts: Iterable[StreamedText]) -> None:
         for text in texts:
             if text._mark in self._read_texts:
-                # messages() has already settled on this string, even if the text continues (policy
-                # "finalize" after a stall).
+                # The request has this string, even if the text continues after a stall.
                 link.feed(text.name, self._read_texts[text._mark])
                 link.close_slot(text.name)
             else:

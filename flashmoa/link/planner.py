@@ -39,20 +39,19 @@ Expect = Callable[[Turn], Awaitable[ExpectedRequest | None]]
 
 
 class LinkPlanner(ABC):
-    """Plans the links of one team.
+    """Plans a team's links.
 
-    Each agent framework has a subclass, which knows which agents may call next (:meth:`upcoming`)
-    and what they will send (:meth:`expect`). It tells the planner of each call by :meth:`begin`.
+    Each agent framework has a subclass, which knows the agents that may call next
+    (:meth:`upcoming`) and their requests (:meth:`expect`). It reports each call by :meth:`begin`.
 
     Args:
         listener: receives the events.
-        settings: says what is linked ahead, and what happens when agents fail.
-        kv_share: the share, from 0 to 1, of an engine's KV pool for links to agents that need not
-            be next.
+        settings: the options for links.
+        kv_share: the share, from 0 to 1, of an engine's KV pool for links to uncertain requests.
 
     Attributes:
-        streams: whether text is streamed into links; if not, links only send what is known
-            beforehand.
+        streams: whether texts are streamed into links; if not, links only send the text that is
+            known beforehand.
         running: by agent, the calls whose text has not been delivered to the other agents yet.
         caller: the agent that called last; empty before the first call.
         tools: the requests of agents whose tools run.
@@ -79,10 +78,10 @@ class LinkPlanner(ABC):
         self.reported_declines: set[tuple[str, str]] = set()
         self.links = Links(self, kv_share)
         self.tools = RunningTools(self.host, self.plan, self.given_up)
-        # A plan that was made for an earlier course of the run opens no links.
+        # Replaced when the run takes another course: earlier plans then open no links.
         self._course = object()
         self._has_begun = False  # Whether an agent has called in this run.
-        # By URL and key, what brings the text of whole answers.
+        # The channels to the engines, by URL and key.
         self._channels: dict[tuple[str, str | None], CallChannel] = {}
         self._hears = False  # Whether there was a link in this run.
         self._planning = SingleFlight(self.host, self._plan)
@@ -103,7 +102,7 @@ class LinkPlanner(ABC):
 
     @abstractmethod
     async def expect(self, turn: Turn) -> ExpectedRequest | None:
-        """Return what the agent of a turn will send; ``None`` if that is not known yet.
+        """Return the request of a turn; ``None`` if it is not known yet.
 
         Raises:
             NotForecastable: if it cannot be known.
@@ -115,9 +114,9 @@ class LinkPlanner(ABC):
         return set()
 
     def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
-        """Return what an agent asks after the tools of an answer (``CallResult.tool_calls``).
+        """Return an agent's request after the tools of an answer (``CallResult.tool_calls``).
 
-        ``None`` if it asks nothing. If this raises an exception, the request is not linked.
+        ``None`` if there is none. If this raises an exception, the request is not linked.
         """
         return None
 
@@ -126,15 +125,15 @@ class LinkPlanner(ABC):
         self.end_all("unused")
 
     def agent_of(self, name: str) -> str:
-        """Return the agent whose link has a name, by which its reasons to be unlinked are told."""
+        """Return the agent of the link with a name, for reports of unlinked agents."""
         return name
 
     def session_of(self, agent: str) -> str:
-        """Return the agent whose session a call belongs to; routers keep one on one engine."""
+        """Return the agent whose session a call belongs to. Routers keep it on one engine."""
         return agent
 
     def channel_to(self, engine: EngineClient) -> CallChannel:
-        """Return what hears the calls to an engine, from the run's first link on."""
+        """Return the channel to an engine, which opens with the run's first link."""
         key = (engine.url, engine.authorization)
         channel = self._channels.get(key)
         if channel is None:
@@ -162,11 +161,11 @@ class LinkPlanner(ABC):
         return [link for link in self.links if link.waits_for(agent)]
 
     def take_link(self, agent: str, url: str) -> Link | None:
-        """Return the link for a call that is about to be sent to ``url``; it is kept no longer."""
+        """Remove the link for a call that is about to be sent to ``url``, and return it."""
         return self.links.take(agent, url)
 
     def end_all(self, reason: str) -> None:
-        """End every link, since no call that could use one will come."""
+        """End every link: no call that could use one will come."""
         self._course = object()
         self._planning.drop_pending()
         self.links.end_all(reason)
@@ -211,7 +210,7 @@ class LinkPlanner(ABC):
         return reasons.OWN_TURN if agent == self.caller else reasons.UNEXPECTED
 
     def _why_unlinked(self, agent: str, linkable: bool) -> str:
-        """Return why an agent that is about to call would have no link; see :meth:`begin`."""
+        """Return why an agent that is about to call has no link; see :meth:`begin`."""
         if self.settings.ahead == "nothing":
             return reasons.NO_LINKS
         why = self.links.why(agent)
@@ -234,7 +233,7 @@ class LinkPlanner(ABC):
                 self._report_held_back(call, reason)
             call.text.finish(result.text)
         else:
-            # Other agents get something else: the result of a tool call, or a rewritten text.
+            # Other agents get another text: the result of a tool call, or a rewritten text.
             call.text.withdraw()
             self.call_held_back(call, call.hold_reason or "it calls tools")
 
@@ -250,16 +249,14 @@ class LinkPlanner(ABC):
             logger.log(level, "%s reads %s when it is complete: %s.", agent, call.agent, reason)
 
     def call_failed(self, call: LinkedCall) -> None:
-        """Note that a request failed."""
         self.drop_call(call)
 
     def drop_call(self, call: LinkedCall) -> None:
-        """Note that links need not wait for the text of a call any more."""
+        """Note that links do not wait for the text of a call any more."""
         if self.running.get(call.agent) is call:
             del self.running[call.agent]
 
     def given_up(self, request: RequestAfterTools, reason: str) -> None:
-        """End the link of a request after tools that will not come."""
         self.links.end(request.agent, reason)
 
     def plan(self) -> None:
@@ -288,9 +285,8 @@ class LinkPlanner(ABC):
     def _make_check(self) -> IsCurrent:
         """Return a function that returns whether the run takes the same course as now.
 
-        It does not once another call has begun, the run has ended, or the writers that come first
-        have ended: then their messages are being delivered, and the next call has the links planned
-        again.
+        The course changes when another call begins, the run ends, or a turn's first writers end:
+        then their messages are being delivered, and the next call has the links planned again.
         """
         course = self._course
 
@@ -321,11 +317,11 @@ class LinkPlanner(ABC):
         return found
 
     def _expect_after_tools(self, agent: str, answer: object) -> None:
-        """Link what an agent asks after its tools, as far as it is certain."""
+        """Link the certain part of an agent's request after its tools."""
         try:
             request = self.request_after_tools(agent, answer)
         except Exception as error:
-            # Whatever is wrong with a prediction, the agent's answer must reach it.
+            # The agent must get its answer, whatever is wrong with the prediction.
             self.links.decline(agent, error)
             return
         if request is not None:

@@ -1,11 +1,11 @@
-"""Assemble prompts whose text is partly still being written (:class:`Prompt`), from prompts that
-engines rendered around placeholders for it (:class:`Placeholders`).
+"""Assemble prompts while agents write texts in them (:class:`Prompt`), from prompts that engines
+rendered with placeholders (:class:`Placeholders`).
 
-A prompt is a sequence of segments, text or :class:`Slot`; a slot is text that an upstream
-agent is still writing (Faster-MoA: ``S_prefix, o1, o2, o3, S_suffix``). The *stable frontier*
-is the end of the longest prefix whose positions can no longer change: everything up to and
-into the first slot that is still open (FlashAgents §4.2). Only that prefix is ever sent for
-prefill; the text of later slots waits here until the slots before them close. No I/O.
+A prompt is a sequence of segments, texts and slots. A :class:`Slot` is the place of a text that an
+upstream agent is writing (Faster-MoA: ``S_prefix, o1, o2, o3, S_suffix``). The *stable frontier* is
+the end of the longest prefix whose positions can no longer change: everything up to and into the
+first open slot (FlashAgents §4.2). Only that prefix is sent for prefill. The text of later slots
+waits until the slots before them close. No I/O.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dataclasses import dataclass, field
 from flashmoa.errors import FlashMoAError
 from flashmoa.link.learned_texts import common_prefix
 
-# The name of a slot that never gets any text, since the rest of its prompt is not certain yet.
+# The name of a slot that never gets text: the rest of its prompt is not certain yet.
 UNCERTAIN = "(not certain yet)"
 
-# White space around a placeholder: if it is missing from the prompt, the chat template strips it.
+# White space around a placeholder. If a rendered prompt lacks it, the chat template strips texts.
 _MARGIN = "  "
-# A placeholder without its margins; others of this form may be in a text.
+# Matches a placeholder without its margins. Texts may contain other strings of this form.
 _CORE = re.compile(r"\[[0-9a-f]{16}\]")
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Text that an upstream agent is still writing.
+    """The place in a prompt of a text that an upstream agent is writing.
 
     Attributes:
-        name: the name of its writer.
+        name: the name of the writer.
         strip_start, strip_end: whether the chat template strips white space at the start, and at
             the end. Trailing white space is then withheld until more text follows it.
-        call: the id of the call that writes it, if the prompt's engine adds its text by itself.
+        call: the id of the writer's call, if the prompt's engine adds its text by itself.
     """
 
     name: str
@@ -43,29 +43,20 @@ class Slot:
     strip_end: bool = False
     call: str | None = field(default=None, init=False)
     _text: str = field(default="", init=False)
-    _open: bool = field(default=True, init=False)
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
+    is_open: bool = field(default=True, init=False)
 
     def append(self, text: str) -> None:
         """Add text at the end.
 
         Raises: ValueError if the slot is closed.
         """
-        if not self._open:
+        if not self.is_open:
             raise ValueError(f"slot {self.name!r} is closed; add its text before closing it")
         self._text += text
 
-    def replace(self, text: str) -> None:
-        """Put another text in the place of what was added. See :meth:`Prompt.replace`."""
-        self._text = text
-        self.call = None
-
     def close(self) -> None:
         """Close the slot, since no more text will come. Repeating this is harmless."""
-        self._open = False
+        self.is_open = False
 
     def stable(self) -> str:
         """Return the text written so far whose place in the prompt is certain."""
@@ -74,7 +65,7 @@ class Slot:
 
 
 class Prompt:
-    """A sequence of segments, whose text is taken piece by piece. Not thread-safe.
+    """A sequence of segments, whose text is taken in parts. Not thread-safe.
 
     Args:
         segments: texts and slots; a slot may appear once.
@@ -91,35 +82,35 @@ class Prompt:
             raise ValueError(
                 f"a slot appears twice among {names}; give every place in a prompt its own slot"
             )
-        # How many characters were taken, and how many of these are still right.
+        # Number of taken characters, and number of taken characters before the first change.
         self._taken = 0
         self._right = 0
-        # The id of the call that the stream follows: the engine adds the call's text.
+        # The id of the call whose text the engine adds to the stream.
         self._followed: str | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether every slot is closed."""
         return not any(slot.is_open for slot in self.slots)
 
-    def stable(self) -> str:
-        """Return the text up to the stable frontier."""
+    def stable(self, start: int = 0) -> str:
+        """Return the text up to the stable frontier, from character ``start`` on."""
         parts: list[str] = []
         for segment in self.segments:
+            is_open = isinstance(segment, Slot) and segment.is_open
             if isinstance(segment, str):
-                parts.append(segment)
-                continue
-            if segment.is_open and segment.call is not None:
-                break
-            parts.append(segment.stable())
-            if segment.is_open:
+                text = segment
+            else:
+                text = "" if is_open and segment.call is not None else segment.stable()
+            parts.append(text[start:])
+            start = max(0, start - len(text))
+            if is_open:
                 break
         return "".join(parts)
 
     def follow(self, slot: Slot, call_id: str) -> None:
-        """Let the prompt's engine add the text of a slot while it writes that text itself.
+        """Let the prompt's engine add the text of a slot, since it writes the text itself.
 
-        Nothing is done if a part of the text was taken, or the template strips it.
+        Do nothing if a part of the text was taken, or the template strips the text.
         """
         if slot.strip_start or slot.strip_end or not slot.is_open:
             return
@@ -129,26 +120,25 @@ class Prompt:
             slot.call = earlier
 
     def followed(self) -> str | None:
-        """Return the id of the call whose text the engine is to add now; ``None`` if it is none."""
+        """Return the id of the call whose text the engine is to add now, if there is one."""
         first = next((slot for slot in self.slots if slot.is_open), None)
         return first.call if first is not None else None
 
     def note_followed(self, call_id: str) -> None:
-        """Note that the engine adds a call's text from now on, right after what was taken."""
+        """Note that the engine adds a call's text from now on, after the taken text."""
         self._followed = call_id
 
     @property
     def is_followed(self) -> bool:
-        """Whether the engine is adding by itself all the text that is to come next."""
+        """Whether the engine adds all text by itself that comes next."""
         follows = self._followed is not None and self._followed == self.followed()
-        return follows and len(self.stable()) == self._right
+        return follows and not self.stable(self._right)
 
     def become(self, other: Prompt) -> None:
-        """Replace the segments by those of ``other``, in which more text is certain.
+        """Replace the segments by the segments of ``other``, which has more certain text.
 
-        Raises:
-            ValueError: if ``other`` does not begin with the text that was taken; the prompt is then
-                unchanged.
+        Raises: ValueError if ``other`` does not begin with the taken text; the prompt is then
+            unchanged.
         """
         taken = self.stable()[: self._right]
         if not other.stable().startswith(taken):
@@ -159,24 +149,23 @@ class Prompt:
         self.segments, self.slots = other.segments, other.slots
 
     def replace(self, slot: Slot, text: str) -> None:
-        """Put another text into an open slot, in the place of what was appended to it."""
+        """Replace the text of an open slot."""
         right = self.stable()[: self._right]
-        slot.replace(text)
+        slot._text, slot.call = text, None
         self._right = common_prefix(right, self.stable())
 
     def take(self) -> str:
         """Return the text that the stable frontier has passed since the last call; may be empty."""
-        text = self.stable()
-        new = text[self._right :]
-        self._taken = self._right = len(text)
+        new = self.stable(self._right)
+        self._taken = self._right = self._right + len(new)
         self._followed = None
         return new
 
     def take_back(self) -> int | None:
-        """Return after how many characters the text that was taken may have been replaced.
+        """Return the number of characters before the first change in the taken text.
 
-        Text that the engine added by itself counts as replaced. :meth:`take` then goes on from
-        there. ``None`` if all of it is still right.
+        :meth:`take` then continues there. ``None`` if the taken text is unchanged. Text that the
+        engine added by itself counts as a change.
         """
         return self._right if self._right < self._taken or self._followed else None
 
@@ -196,36 +185,33 @@ class NotForecastable(FlashMoAError):
 
 
 class Placeholders:
-    """Provides a placeholder for each writer, and cuts rendered prompts at them.
+    """Provides a placeholder for each writer, and cuts rendered prompts at the placeholders.
 
     Put :meth:`padded` where the writer's text will be, let the engine render the messages, and
-    give the rendered prompt to :meth:`build_prompt`.
+    pass the rendered prompt to :meth:`build_prompt`.
     """
 
     def __init__(self, writers: Iterable[str] = ()) -> None:
-        # The placeholders without their margins, by writer, and the writers by them.
+        # The placeholders without their margins by writer, and the writers by placeholder.
         self._cores: dict[str, str] = {}
         self._writers: dict[str, str] = {}
         for writer in writers:
             self.padded(writer)
 
     def padded(self, writer: str) -> str:
-        """Return the text to render in place of the text that ``writer`` is writing."""
+        """Return the placeholder, with its margins, for the text that ``writer`` is writing."""
         if writer not in self._cores:
             core = self._cores[writer] = f"[{secrets.token_hex(8)}]"
             self._writers[core] = writer
         return f"{_MARGIN}{self._cores[writer]}{_MARGIN}"
 
     def build_prompt(self, *rendered: str) -> Prompt:
-        """Build a prompt from one that an engine rendered, with a slot at each placeholder.
-
-        There is no slot for a placeholder that is not in the rendered prompt, and one for each time
-        that a text is in it.
+        """Build a prompt from a rendered prompt, with a slot at each place of a placeholder.
 
         Args:
-            rendered: the rendered prompt. If it depends on something that cannot be known, every
-                possible prompt: only their common beginning is certain, and the prompt ends there
-                in an :data:`UNCERTAIN` slot.
+            rendered: the rendered prompt, or if it depends on something unknown, every possible
+                prompt. Only their common beginning is then certain, and the prompt ends there in an
+                :data:`UNCERTAIN` slot.
         """
         first = rendered[0]
         if len(rendered) == 1:
@@ -236,7 +222,7 @@ class Placeholders:
     def _cut(self, rendered: str, certain: int) -> list[str | Slot]:
         """Cut the first ``certain`` characters of a rendered prompt at the placeholders.
 
-        If the template kept the margin on a side of a placeholder, its slot is not stripped there.
+        If the template kept a placeholder's margin on a side, it does not strip the slot there.
         """
         names = self._writers
         found = ((match.start(), match.group()) for match in _CORE.finditer(rendered))

@@ -1,21 +1,21 @@
 """Send a growing prompt to its engine: to a prompt stream (:class:`PromptFeed`), or without the
 plugin in a few requests (:class:`PlainFeed`).
 
-How streams are released: a prompt stream holds KV in its engine until a request uses it, it is
-deleted, or it expires. So the opener of a stream also deletes it, and does not wait long for an
+How streams are released: a prompt stream keeps KV in its engine until a request uses the stream, it
+is deleted, or it expires. So the opener of a stream also deletes it, and does not wait long for an
 engine that does not answer:
 
 - Opening and deleting a stream are shielded from cancellation (``PromptFeed._run_shielded``), since
   a stream whose id never arrives could not be deleted. Once cancelled, both together may take
-  ``_RELEASE_SECONDS``. If the engine has not answered by then, it lets the stream expire.
+  ``RELEASE_TIMEOUT_SECONDS``. If the engine has not answered by then, it lets the stream expire.
 - A :class:`~flashmoa.link.link.Link` deletes its stream when it ends, also if it is cancelled,
   unless a request has claimed the stream.
-- A request that claimed a stream and then failed or was never sent has the stream deleted: by
-  :class:`~flashmoa.link.pending_request.PendingRequest`, or by the link's planner.
+- If a request claimed a stream and then failed or was never sent, its
+  :class:`~flashmoa.link.pending_request.PendingRequest` or its planner deletes the stream.
 - Behind a front end a request does not name its stream, and may have gone to another engine. So
   when its call has ended, its planner or :class:`~flashmoa.workflow.Workflow` deletes the stream.
 - Closing whatever runs them (``TaskHost.close``, leaving a ``Workflow``) cancels all links and
-  deletions at once, so that closing takes ``_RELEASE_SECONDS`` however many streams there are.
+  deletions at once, so that closing takes ``RELEASE_TIMEOUT_SECONDS`` for any number of streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
@@ -40,87 +40,70 @@ from flashmoa.errors import (
     StreamGone,
     StreamUnknown,
 )
+from flashmoa.link.limits import MAX_REMEMBERED
 from flashmoa.link.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
-# The request usually follows as soon as the prompt is complete, and brings the rest of the prompt
-# along. An append or a step just before it would only delay the request.
-_GRACE_SECONDS = 0.01
-_GRACE_SECONDS_OF_STEPS = 0.05
-_OPEN_SECONDS = 10.0
-# A worker behind a front end that has not taken a piece of text by then is taken to hang: its link
-# is to have a stream on another one within 2 s.
-_WORKER_SECONDS = 1.5
-_DELETE_SECONDS = 5.0
-_RELEASE_SECONDS = 0.3
-# The engine receives something at least once in this part of a stream's time to live.
-_KEEP_ALIVE_PART = 1 / 3
-# Until a step has counted a prompt's tokens.
+Result = TypeVar("Result")
+
+OPEN_TIMEOUT_SECONDS = 10.0
+RELEASE_TIMEOUT_SECONDS = 0.3
+# An estimate until a step has counted a prompt's tokens.
 _CHARACTERS_PER_TOKEN = 4.0
-# What has been logged for all to see, by the engine's URL and its kind; each only once.
-# Kinds are few, but nothing limits the URLs of a long-lived process.
+# Messages that were logged for all to see, by the engine's URL and the kind of message.
 _logged: set[tuple[str, str]] = set()
-_MOST_LOGGED = 1000
 
 
 def level_once(engine_url: str, kind: str, first: int = logging.WARNING) -> int:
-    """Return the level at which to log something of an engine: ``first``, later for debugging."""
+    """Return the level of a message about an engine: ``first`` the first time, then debugging."""
     if (engine_url, kind) in _logged:
         return logging.DEBUG
-    if len(_logged) >= _MOST_LOGGED:
+    if len(_logged) >= MAX_REMEMBERED:
         _logged.clear()
     _logged.add((engine_url, kind))
     return first
 
 
 class PromptSource(Protocol):
-    """A prompt that only grows: :class:`flashmoa.link.prompt.Prompt`, or one of token ids."""
+    """A prompt that only grows: a :class:`~flashmoa.link.prompt.Prompt`, or token ids.
+
+    See ``Prompt`` for its members.
+    """
 
     @property
-    def is_complete(self) -> bool:
-        """Return whether the prompt will not grow any more."""
-        ...
-
-    def take(self) -> str | Sequence[int]:
-        """Return what was added since the last call; may be empty."""
-        ...
-
-    def take_back(self) -> int | None:
-        """Return after how many characters what was taken may have been replaced.
-
-        :meth:`take` then goes on from there. ``None`` if all of it is still right.
-        """
-        ...
-
-    def followed(self) -> str | None:
-        """Return the id of the call whose text the engine is to add now; ``None`` if it is none."""
-        ...
-
-    def note_followed(self, call_id: str) -> None:
-        """Note that the engine adds a call's text from now on, right after what was taken."""
-        ...
+    def is_complete(self) -> bool: ...
 
     @property
-    def is_followed(self) -> bool:
-        """Return whether the engine is adding by itself all the text that is to come next."""
-        ...
+    def is_followed(self) -> bool: ...
+
+    def take(self) -> str | Sequence[int]: ...
+
+    def take_back(self) -> int | None: ...
+
+    def followed(self) -> str | None: ...
+
+    def note_followed(self, call_id: str) -> None: ...
 
 
 class Feed(ABC):
     """Feeds one growing prompt to one engine.
 
-    Run :meth:`run` in a task, and then :meth:`hold` if the prompt's request does not come at once.
+    Run :meth:`run` in a task, then :meth:`keep` if the prompt's request does not come at once.
     Call :meth:`changed` whenever the prompt has grown.
 
     Args:
         on_state: called with each answer of the engine.
 
     Attributes:
-        stream_id: the id that events name, once the engine has something of the prompt.
+        stream_id: the id for events, once the engine has received text.
         is_deleted: whether the engine has deleted the stream, or said that it has ended.
-        figures: what the engine has then said of a request that did not name the stream.
+        figures: the engine's figures, on deletion, of a request that did not name the stream.
+        is_plain: whether the engine has no prompt stream that a request could use.
+        is_named: whether the prompt's request names the stream.
     """
+
+    is_plain = False
 
     def __init__(self, on_state: Callable[[StreamState], None]) -> None:
         self.stream_id: str | None = None
@@ -131,14 +114,8 @@ class Feed(ABC):
         self._stopping = anyio.Event()
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the engine has no prompt stream that a request could use."""
-        return False
-
-    @property
     def is_named(self) -> bool:
-        """Whether the prompt's request names the stream."""
-        return not self.is_plain
+        return False
 
     @property
     def _stopped(self) -> bool:
@@ -157,25 +134,22 @@ class Feed(ABC):
     async def run(self) -> None:
         """Send the prompt as it grows, until it is complete or the feed is stopped.
 
-        Raises:
-            EngineError: if a request to the engine fails; not if the feed was stopped and the
-                stream is gone, since then its request has overtaken an append.
+        Raises: EngineError if a request to the engine fails. If the feed was stopped and the stream
+            is gone, the request has overtaken an append, which is no failure.
         """
 
-    async def hold(self) -> None:
-        """Keep what was sent until the feed is stopped.
+    async def keep(self) -> None:
+        """Keep the stream alive until the feed is stopped.
 
-        Raises:
-            StreamGone, StreamUnknown: if the engine does not have the stream any more.
+        Raises: StreamGone, StreamUnknown if the engine does not have the stream any more.
         """
         await self._stopping.wait()
 
     @abstractmethod
     async def delete(self) -> None:
-        """Release what was sent, even if cancelled. Repeating this is harmless.
+        """Delete the stream, even if cancelled. Repeating this is harmless.
 
-        Raises:
-            EngineError: if the engine cannot be reached; the stream then expires.
+        Raises: EngineError if the engine cannot be reached; the stream then expires.
         """
 
     async def _wait_for_change(self) -> None:
@@ -191,7 +165,7 @@ class PromptFeed(Feed):
         prompt: text as a chat template renders it, special tokens included, or token ids.
         on_state: see :class:`Feed`; the first answer opens the stream.
         namespace: the namespace of the stream's KV; by default the client's.
-        expected_output_tokens: how long the request's answer is likely to be, if that is known.
+        expected_output_tokens: the likely length of the request's answer, if it is known.
 
     Unless a request that uses the stream was sent, :meth:`delete` must be called after :meth:`run`.
     """
@@ -236,7 +210,7 @@ class PromptFeed(Feed):
             if not self._stopped:
                 raise
 
-    async def hold(self) -> None:
+    async def keep(self) -> None:
         await self._keep_alive_during(self._stopping.wait)
 
     async def delete(self) -> None:
@@ -247,12 +221,10 @@ class PromptFeed(Feed):
             self.figures = await self._engine.delete_stream(stream_id)
             self.is_deleted = True
 
-        await self._run_shielded(delete, _DELETE_SECONDS)
+        await self._run_shielded(delete, timeout_seconds=5.0)
 
     async def _open(self, first: str | Sequence[int]) -> StreamState:
-        states: list[StreamState] = []
-
-        async def open_stream() -> None:
+        async def open_stream() -> StreamState:
             state = await self._engine.open_stream(
                 **_fields(first),
                 add_special_tokens=False if isinstance(first, str) else None,
@@ -262,32 +234,35 @@ class PromptFeed(Feed):
             )
             # From here on the stream is deleted on every path.
             self.stream_id = state.id
-            states.append(state)
+            return state
 
-        await self._run_shielded(open_stream, _OPEN_SECONDS)
-        if not states:
+        state = await self._run_shielded(open_stream, OPEN_TIMEOUT_SECONDS)
+        if state is None:
             raise EngineTimeout(
-                f"{self._engine.url} did not open a prompt stream within {_OPEN_SECONDS:g} s; see "
-                "the engine's log"
+                f"{self._engine.url} did not open a prompt stream within {OPEN_TIMEOUT_SECONDS:g} "
+                "s; see the engine's log"
             )
         # The engine limits it.
-        self._ttl = min(self._ttl, states[0].ttl_seconds)
+        self._ttl = min(self._ttl, state.ttl_seconds)
         self._postpone_keep_alive()
-        return states[0]
+        return state
 
-    async def _run_shielded(self, work: Callable[[], Awaitable[None]], seconds: float) -> None:
-        """Run ``work`` for at most ``seconds``, and if cancelled, until the release deadline.
+    async def _run_shielded(
+        self, work: Callable[[], Awaitable[Result]], timeout_seconds: float
+    ) -> Result | None:
+        """Run ``work``, if cancelled until the release deadline, and return its result.
 
-        Raises: the exception of ``work``.
+        ``None`` if it takes longer. Raises: the exception of ``work``.
         """
-        deadline = min(anyio.current_time() + seconds, self._release_deadline)
+        deadline = min(anyio.current_time() + timeout_seconds, self._release_deadline)
         shield = anyio.CancelScope(deadline=deadline, shield=True)
+        results: list[Result] = []
         failures: list[Exception] = []
 
         async def run() -> None:
             try:
                 with shield:
-                    await work()
+                    results.append(await work())
             except Exception as error:
                 failures.append(error)
             is_done.set()
@@ -298,30 +273,33 @@ class PromptFeed(Feed):
             try:
                 await is_done.wait()
             except anyio.get_cancelled_exc_class():
-                release_deadline = anyio.current_time() + _RELEASE_SECONDS
+                release_deadline = anyio.current_time() + RELEASE_TIMEOUT_SECONDS
                 self._release_deadline = min(self._release_deadline, release_deadline)
                 shield.deadline = min(deadline, self._release_deadline)
                 raise
         if failures:
             raise failures[0]
+        return results[0] if results else None
 
     async def _append_all(self, state: StreamState) -> None:
         seq = 0
-        # A request that cannot name the stream finds it by its prompt, which must be all there.
+        # A request that cannot name the stream finds it by its prompt, which must be complete.
         while not self._stopped or not (self.is_named or state.ended):
             if self._stopped and not self._prompt.is_complete:
                 return  # The link deletes the stream, so its request cannot find it.
             if seq and self._prompt.is_complete and self.is_named:
-                with anyio.move_on_after(_GRACE_SECONDS):
+                # The request usually follows at once, and brings the rest of the prompt along. An
+                # append just before it would only delay it.
+                with anyio.move_on_after(0.01):
                     await self._stopping.wait()
                     return
             if self._prompt.is_followed:
                 await self._keep_alive_during(self._wait_for_change)
                 continue
             start, followed = self._prompt.take_back(), self._prompt.followed()
-            piece, end = self._prompt.take(), self._prompt.is_complete
-            if piece or end or start is not None:
-                state = await self._append(state, seq, piece, start, end=end)
+            new, end = self._prompt.take(), self._prompt.is_complete
+            if new or end or start is not None:
+                state = await self._append(state, seq, new, start, end=end)
                 seq += 1
                 self._postpone_keep_alive()
                 self._on_state(state)
@@ -341,22 +319,23 @@ class PromptFeed(Feed):
         self,
         state: StreamState,
         seq: int,
-        piece: str | Sequence[int],
+        new: str | Sequence[int],
         start: int | None,
         *,
         end: bool,
     ) -> StreamState:
-        """Append a piece; behind a front end, do not wait long for a worker that hangs.
+        """Append to the stream; behind a front end, do not wait long for a worker that hangs.
 
-        Raises: EngineTimeout if it does; EngineUnreachable if it has left its front end.
+        Raises: EngineTimeout if it hangs; EngineUnreachable if it has left its front end.
         """
-        seconds = None if self.is_named else _WORKER_SECONDS
+        # The link is to have a stream on another worker within 2 s.
+        seconds = None if self.is_named else 1.5
         with anyio.move_on_after(seconds):
             if not await self._engine.takes_requests(state.id):
                 text = f"the worker of prompt stream {state.id} takes no requests"
                 raise EngineUnreachable(text)
-            # Text may be replaced by none.
-            fields: dict[str, Any] = {"text": piece} if start is not None else _fields(piece)
+            # An empty text may replace an earlier text.
+            fields: dict[str, Any] = {"text": new} if start is not None else _fields(new)
             return await self._engine.append(state.id, seq, **fields, start=start, end=end)
         raise EngineTimeout(
             f"the worker of prompt stream {state.id} has not taken text within {seconds} s"
@@ -366,9 +345,13 @@ class PromptFeed(Feed):
         while not self._stopped and not self._prompt.is_complete:
             await self._wait_for_change()
 
+    @property
+    def _keep_alive_seconds(self) -> float:
+        return self._ttl / 3
+
     def _postpone_keep_alive(self) -> None:
         """Note that the engine has just received something."""
-        self._keep_alive_at = anyio.current_time() + self._ttl * _KEEP_ALIVE_PART
+        self._keep_alive_at = anyio.current_time() + self._keep_alive_seconds
 
     async def _keep_alive_during(self, wait: Callable[[], Awaitable[object]]) -> None:
         """Run ``wait()``, and keep the stream alive until it returns."""
@@ -383,12 +366,11 @@ class PromptFeed(Feed):
 
         If the engine cannot be reached, it may be reachable again before the stream expires.
 
-        Raises:
-            StreamGone, StreamUnknown: if the engine does not have the stream any more.
+        Raises: StreamGone, StreamUnknown if the engine does not have the stream any more.
         """
         assert self.stream_id is not None
         try:
-            with anyio.move_on_after(self._ttl * _KEEP_ALIVE_PART):
+            with anyio.move_on_after(self._keep_alive_seconds):
                 await self._engine.keep_alive(self.stream_id)
         except (StreamGone, StreamUnknown):
             if not self._stopped:
@@ -400,25 +382,26 @@ class PromptFeed(Feed):
         self._postpone_keep_alive()
 
 
-def _fields(piece: str | Sequence[int]) -> dict[str, Any]:
-    return {"text" if isinstance(piece, str) else "input_ids": piece or None}
+def _fields(new: str | Sequence[int]) -> dict[str, Any]:
+    return {"text" if isinstance(new, str) else "input_ids": new or None}
 
 
 class PlainFeed(Feed):
-    """Prefills one growing prompt by requests of its own, when :class:`StepCosts` says it pays.
+    """Prefills one growing prompt by further requests, when :class:`StepCosts` says it pays.
 
-    There is at most one request at a time, and its connection is closed as soon as the feed is
-    stopped, so that it does not delay the prompt's own request. What it prefills is in the server's
-    cache like any prompt: the server may evict it, and there is nothing to release.
+    It sends one request at a time, and closes the connection as soon as the feed is stopped, so
+    that the prompt's own request is not delayed. The prefilled KV is in the server's cache like any
+    prompt's: the server may evict it, and there is nothing to release.
 
     Args:
         engine: the engine that will use the prompt.
         prompt: the prompt, as ``engine.render`` returns it.
-        on_state: called before the first step and after each one with what is prefilled; the id is
-            made up.
+        on_state: called before the first step and after each step, with an id that is made up.
         namespace: the namespace of the request's KV; by default the engine client's.
-        expect: returns how many tokens the writer of a slot is expected to write, if that is known.
+        expect: returns the likely length in tokens of a writer's text, if it is known.
     """
+
+    is_plain = True
 
     def __init__(
         self,
@@ -436,16 +419,12 @@ class PlainFeed(Feed):
         self._prompt = prompt
         self._expect = expect
         self._scope = anyio.CancelScope()
-        # What the last step has sent: its number, and how much of the prompt.
+        # Number of steps, and size of the prompt that the last step sent.
         self._steps, self._sent_characters, self._sent_tokens = 0, 0, 0
-
-    @property
-    def is_plain(self) -> bool:
-        return True
 
     def stop(self) -> None:
         super().stop()
-        self._scope.cancel()  # Give up the step that is under way.
+        self._scope.cancel()  # Give up the current step.
 
     async def run(self) -> None:
         with self._scope:
@@ -454,12 +433,12 @@ class PlainFeed(Feed):
                     await self._send()
                 else:
                     await self._wait_for_change()
-            await anyio.sleep(_GRACE_SECONDS_OF_STEPS)
+            # The request usually follows at once, and a step before it would only delay it.
+            await anyio.sleep(0.05)
             if self._step_pays():
                 await self._send()
 
-    async def delete(self) -> None:
-        """Do nothing: the server keeps no stream."""
+    async def delete(self) -> None: ...
 
     def _step_pays(self) -> bool:
         if (right := self._prompt.take_back()) is not None and self._sent_characters:

@@ -15,7 +15,7 @@ UNEXPECTED = "it was not expected to be next"
 # Why other agents get a text when it is complete (``LinkWaits.reason``).
 UNHEARD = "its engine does not tell what it writes, and its answer is not requested as a stream"
 
-# By why a link has ended (``LinkClosed.reason``); any other reason is an error.
+# Sentences for ``LinkClosed.reason``; any other reason is an error.
 _ENDED = {
     "too late": LATE,
     "plain engine": NO_PLUGIN,
@@ -36,8 +36,8 @@ class Unlinked:
     """Says why an agent has no link.
 
     Attributes:
-        until: what ends it: the agent's next ``call`` or attempt to link it, the end of the
-            ``run``, or the next ``prediction`` of its prompt.
+        until: the end of the reason: the agent's next ``call`` or attempt to link it, the end of
+            the ``run``, or the next ``prediction`` of its prompt.
     """
 
     reason: str

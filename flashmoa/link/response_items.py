@@ -1,8 +1,8 @@
-"""Read and write requests of OpenAI's Responses API, whose messages links have in another form.
+"""Read and write requests of OpenAI's Responses API as messages of chat completions.
 
-Of one turn of an agent that API makes several items: its reasoning, its text and each call of a
-tool. Here they are one message, as in chat completions, with only what a prompt depends on: links
-look for texts and calls of tools in messages. No I/O.
+That API splits an agent's turn into several items: its reasoning, its text and each call of a tool.
+Here the turn is one message, with only the fields that shape a prompt: links look for texts and
+calls of tools in messages. No I/O.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from flashmoa.link.prompt import NotForecastable
 
 Message = Mapping[str, Any]
 
-# The role of the instructions, which are no item of the input.
+# The role of a message for the instructions, which are no item of the input.
 _INSTRUCTIONS = "instructions"
 # The other fields that shape the prompt.
 _FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning", "chat_template_kwargs")
-# With these the prompt is, or may be, more than what is in the request.
+# With these fields the prompt may contain more than the request.
 _STORED = ("previous_response_id", "conversation", "prompt")
 _TEXT_PARTS = ("input_text", "output_text", "text")
-# What a message is known by, and its state: a model is not shown them.
+# Fields of a message that a model does not see.
 _NOT_SHOWN = frozenset(("id", "status", "type"))
 
 
@@ -74,7 +74,7 @@ def _read_item(item: Mapping[str, Any]) -> Message:
 
 
 def _read_content(content: Any) -> Any:
-    """Return a text, or the parts of one. Raises: NotForecastable."""
+    """Return a text, or its parts. Raises: NotForecastable."""
     if not isinstance(content, list):
         return content
     parts = cast("list[dict[str, Any]]", content)
@@ -86,7 +86,7 @@ def _read_content(content: Any) -> Any:
 
 
 def _continues(last: Message, message: Message) -> bool:
-    """Return whether an item is of the same turn as those before it, and in the usual order."""
+    """Return whether an item continues the turn of the last message, in the usual order."""
     if not last.get("role") == message.get("role") == "assistant" or "reasoning" in message:
         return False
     has_begun = last.get("content") is not None or "tool_calls" in last
@@ -132,7 +132,7 @@ def response_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request with its messages beside its input, for those that read chats."""
+    """Return a request with its messages beside its input, for readers of chats."""
     try:
         messages = read_messages(body)
     except NotForecastable:

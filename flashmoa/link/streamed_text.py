@@ -1,6 +1,5 @@
-"""Hold texts that are still being written, and find and fill in the marks that stand for them.
-
-Of a text, others can read it (:class:`StreamedText`), and write it (:class:`Text`).
+"""Read texts while they are written (:class:`StreamedText`), write texts (:class:`Text`), and find
+and replace the marks of texts in strings.
 """
 
 from __future__ import annotations
@@ -24,49 +23,49 @@ from flashmoa.link.failure_policy import (
 )
 from flashmoa.link.link import Link
 
-_MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
-# The token of a mark: what all marks of this process have, and a number. A token outside of a whole
-# mark is in one that was changed: cut, quoted or put in another case.
+# A mark has the text's name and a token.
+_MARK = re.compile("\u27e6([^\u27e6\u27e7]*):([0-9a-f]{16})\u27e7")
+# A token begins alike in all marks of this process, and ends with a number. A token outside of a
+# mark shows that the mark was changed: cut, quoted or put in another case.
 _OF_PROCESS = secrets.token_hex(4)
 _NUMBERS = itertools.count()
 _TOKEN = re.compile(f"{_OF_PROCESS}[0-9a-f]{{8}}", re.IGNORECASE)
-_TOKEN_LENGTH = 16
 _NO_STRING = "it is no string, since it may be incomplete; await it, and use the string"
-# All texts of this process that are in use, by the tokens of their marks.
+# All texts of this process that are in use, by token.
 _TEXTS: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
 
 
 class StreamedText:
-    """A text that is being written, as its readers have it.
+    """A text that is being written, for its readers.
 
-    Build prompts of it in an f-string, with ``+``, or in a list that is put into an f-string: the
-    text if it is complete, otherwise a mark, is then in its place; with ``join()``, write
-    ``"\\n".join(map(str, texts))``. Pass a string with marks on unchanged, in messages for the same
-    workflow; do not parse, cut or display it.
+    Put it into prompts by an f-string, by ``+``, or by a list in an f-string; with ``join()``,
+    write ``"\\n".join(map(str, texts))``. The string then contains the text if it is complete,
+    otherwise a mark. Pass a string with marks on unchanged, in messages for the same workflow; do
+    not parse, cut or display it.
 
     It is no string, so that nothing reads a mark as if it were the text: methods of strings, and
-    ``json``, ``re`` and others refuse it. Give them ``await text``. It equals a string once it is
-    complete and is that string; as a key it is only itself, and it is always true.
+    ``json``, ``re`` and others refuse it. Give them ``await text``. Once it is complete, it equals
+    its string. As a key it equals only itself, and it is always true.
     """
 
     _error: Exception | None = None
-    # Whether anyone was told of the error.
-    _was_raised = False
+    _was_raised = False  # Whether a reader got the error.
     # The URL of the engine that writes the text in a call, and the call's id.
     _call: tuple[str, str] | None = None
-    # What keeps the text, if anything, once its mark may be in strings.
+    # The last texts whose marks may be in strings. It keeps the text in memory.
     _marked: deque[StreamedText] | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name.translate({0x27E6: None, 0x27E7: None})
-        self._mark = f"\u27e6{self.name}:{_OF_PROCESS}{next(_NUMBERS):08x}\u27e7"
+        token = f"{_OF_PROCESS}{next(_NUMBERS):08x}"
+        self._mark = f"\u27e6{self.name}:{token}\u27e7"
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = False
         self._is_rewritten = False
-        # What readers wait for; there is none while there is no reader.
+        # Set at the next change; ``None`` while nobody waits for it.
         self._changed: anyio.Event | None = None
-        _TEXTS[_token(self._mark)] = self
+        _TEXTS[token] = self
 
     def __str__(self) -> str:
         if self.is_complete:
@@ -124,12 +123,12 @@ class StreamedText:
         return self.complete().__await__()
 
     async def __aiter__(self) -> AsyncGenerator[str]:
-        """Yield its pieces, from the first one on, as they are written.
+        """Yield its parts, from the first one on, as they are written.
 
-        Raises: the exception that the text failed with, after the last piece; RuntimeError if it
-            was finished with a string that does not begin with the pieces so far.
+        Raises: the exception that the text failed with, after the last part; RuntimeError if it was
+            finished with a string that does not begin with the parts so far.
         """
-        # The text keeps its pieces as one string once it has ended; this list stays as it was.
+        # Once the text has ended, another list has its parts as one string.
         parts, yielded = self._parts, 0
         while yielded < len(parts) or not self._done:
             if yielded < len(parts):
@@ -140,7 +139,7 @@ class StreamedText:
             if self._is_rewritten and parts is not self._parts:
                 if yielded:
                     raise RuntimeError(
-                        f"{self.name!r} was finished with another string than the pieces that were "
+                        f"{self.name!r} was finished with another string than the parts that were "
                         "read of it; await the text to get that string"
                     )
                 parts = self._parts
@@ -148,15 +147,13 @@ class StreamedText:
 
     @property
     def written(self) -> str:
-        """Return the text so far."""
         return "".join(self._parts)
 
     @property
     def failure(self) -> Failure | None:
-        """Return how the text failed; ``None`` if it is complete.
+        """The kind of the text's failure; ``None`` if it is complete.
 
-        A text that is still being written counts as stalled: that is how a reader sees it that
-        continues with the text so far.
+        An unfinished text counts as stalled, for a reader that continues with the text so far.
         """
         if not self._done:
             return "stall"
@@ -164,13 +161,13 @@ class StreamedText:
 
     @property
     def unread_error(self) -> Exception | None:
-        """Return the exception that the text failed with, unless it was raised in a reader."""
+        """The exception that the text failed with, unless it was raised in a reader."""
         is_cancelled = isinstance(self._error, UpstreamCancelled)
         return None if self._was_raised or is_cancelled else self._error
 
     @property
     def is_over(self) -> bool:
-        """Return whether the text has ended: it is complete or has failed."""
+        """Whether the text has ended: it is complete or has failed."""
         return self._done
 
     @property
@@ -202,13 +199,13 @@ class StreamedText:
             self._raise_if_failed()
         return self.written
 
-    def _write(self, piece: str) -> None:
-        """Add the next piece; do nothing if the text has ended."""
+    def _write(self, part: str) -> None:
+        """Add the next part; do nothing if the text has ended."""
         if self._done:
             return
-        self._parts.append(piece)
+        self._parts.append(part)
         for link in self._links:
-            link.feed(self.name, piece)
+            link.feed(self.name, part)
         self._notify_readers()
 
     def _close(self) -> None:
@@ -218,9 +215,9 @@ class StreamedText:
         self._end()
 
     def _finish(self, whole: str) -> None:
-        """Complete the text as ``whole``: write the rest of it, and close the text.
+        """Write the rest of the text, and close it. Do nothing if it has ended.
 
-        Links take back what ``whole`` does not begin with. Do nothing if the text has ended.
+        If ``whole`` does not begin with the text so far, links replace their text.
         """
         if self._done:
             return
@@ -235,15 +232,15 @@ class StreamedText:
         self._close()
 
     def _name_call(self, engine_url: str, call_id: str) -> None:
-        """Note which call of an engine writes the text, for links to the same engine."""
+        """Note the engine's call that writes the text, for links to the same engine."""
         self._call = engine_url, call_id
         for link in self._links:
             link.follow(self.name, engine_url, call_id)
 
     def _withdraw(self) -> None:
-        """Take what was written back from links, which wait for another text in its place.
+        """Remove the text from links, which wait for another text in its place.
 
-        Nobody reads this text. Do nothing if it has ended.
+        The text must have no readers. Do nothing if it has ended.
         """
         if not self._done:
             for link in self._links:
@@ -253,8 +250,8 @@ class StreamedText:
     def _fail(self, error: BaseException) -> None:
         """End the text with a failure; each link that waits for it acts by its policy.
 
-        If its writer was cancelled, readers get :class:`UpstreamCancelled`: they are not cancelled
-        themselves. Do nothing if the text has ended.
+        If its writer was cancelled, readers get :class:`UpstreamCancelled`, and are not cancelled.
+        Do nothing if the text has ended.
         """
         if self._done:
             return
@@ -268,9 +265,9 @@ class StreamedText:
         self._end()
 
     def _follow(self, link: Link) -> None:
-        """Feed the whole text to a link: what is written already, and what will be.
+        """Feed the whole text to a link, now and as it is written.
 
-        Call this again if the link's prompt is replaced, since the new prompt's slots are empty.
+        Call this again if the link's prompt is replaced: the new prompt's slots are empty.
         """
         if not self._done and link not in self._links:
             self._links.append(link)
@@ -284,7 +281,7 @@ class StreamedText:
             link.fail_slot(self.name, classify_failure(self._error))
 
     def _raise_if_failed(self) -> None:
-        """Raise the text's error, without the traceback frames that earlier readers have added."""
+        """Raise the text's error, without the traceback frames of earlier readers."""
         if self._error is not None:
             self._was_raised = True
             raise self._error.with_traceback(None)
@@ -318,8 +315,7 @@ class StreamedText:
 class Text(StreamedText):
     """A text that you write.
 
-    As a context manager, leaving it closes the text, or fails the text with the exception that was
-    raised.
+    As a context manager, leaving it closes the text, or fails it with the raised exception.
     """
 
     write = StreamedText._write
@@ -345,32 +341,34 @@ class Text(StreamedText):
 
 
 def find_marks(value: Any) -> list[str]:
-    """Return the marks in the strings of a value, in order, each one once.
+    """Return the marks in the strings of a value, in order, each once.
 
     Args:
         value: a string or a text, or lists, tuples and mappings of such values.
     """
-    found = (mark for string in _strings(value) for mark in _MARK.findall(string))
+    found = (mark.group() for string in _strings(value) for mark in _MARK.finditer(string))
     return list(dict.fromkeys(found))
 
 
 def find_texts(value: Any, texts: Mapping[str, StreamedText]) -> list[StreamedText]:
-    """Return those of ``texts`` (by mark) whose marks are in a value; see :func:`find_marks`.
+    """Return the texts whose marks are in a value (see :func:`find_marks`), given texts by mark.
 
-    Raises: ValueError if a value has the mark of another text of this process, or one that was
-        changed, as by ``upper()``: these could not be replaced, and a model would read them.
+    Raises: ValueError if the value has a mark that could not be replaced, so that a model would
+        read it: of another text of this process, or changed, as by ``upper()``.
     """
     found: list[StreamedText] = []
     for mark in find_marks(value):
         if (text := texts.get(mark)) is not None:
             found.append(text)
-        elif _token(mark) in _TEXTS:
+            continue
+        name, token = _MARK.findall(mark)[0]
+        if token in _TEXTS:
             raise ValueError(
-                f"{_name(mark)!r} is a text of another workflow; await it, and use the string"
+                f"{name!r} is a text of another workflow; await it, and use the string"
             )
-        elif _TOKEN.fullmatch(_token(mark)):
+        if _TOKEN.fullmatch(token):
             raise ValueError(
-                f"the text {_name(mark)!r} is gone, and only the mark that stood for it is left in "
+                f"the text {name!r} is gone, and only the mark that stood for it is left in "
                 "a string; keep what ask() or text() returned, or await it and use the string"
             )
     for string in _strings(value):
@@ -384,16 +382,8 @@ def find_texts(value: Any, texts: Mapping[str, StreamedText]) -> list[StreamedTe
     return found
 
 
-def _token(mark: str) -> str:
-    return mark[-_TOKEN_LENGTH - 1 : -1]
-
-
-def _name(mark: str) -> str:
-    return mark[1 : -_TOKEN_LENGTH - 2]
-
-
 def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:
-    """Return a value (see :func:`find_marks`) with marks replaced; others stay."""
+    """Return a value (see :func:`find_marks`) with these marks replaced."""
     if isinstance(value, StreamedText):
         value = value._mark
     if isinstance(value, str):

@@ -207,7 +207,7 @@ class Feeder:
     async def _feed_stream(self) -> None:
         try:
             await self._feed.run()
-            await self._feed.hold()
+            await self._feed.keep()
         finally:
             if not self._is_claimed:
                 await self._feed.delete()

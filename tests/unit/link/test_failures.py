@@ -55,7 +55,7 @@ def test_a_cycle_of_causes_is_classified() -> None:
     assert classify_failure(caused(error, caused(KeyError(), error))) == "error"
 
 
-def test_a_policy_of_one_action_applies_it_to_all_failures_but_stalls() -> None:
+def test_one_action_is_for_all_failures_but_stalls() -> None:
     policy = FailurePolicy.of("finalize")
     assert [policy.action(one) for one in ("error", "cancel", "timeout")] == ["finalize"] * 3
     assert policy.action("stall") == "abort"
@@ -76,7 +76,7 @@ def test_invalid_policies_are_refused(arguments: dict[str, Any], message: str) -
         FailurePolicy(**arguments)
 
 
-async def test_reading_a_failed_text_follows_the_readers_policy() -> None:
+async def test_a_reader_follows_its_policy() -> None:
     text = Text("draft")
     text.write("so far")
     with pytest.raises(TimeoutError):

@@ -33,9 +33,10 @@ class Listener:
         self.channel = CallChannel(engine, host)
         self._calls = ExitStack()
 
-    def call(self, pieces: list[str]) -> str:
-        """Begin to hear a call; return its id."""
-        return self._calls.enter_context(self.channel.hearing(pieces.append))
+    def call(self) -> tuple[str, list[str]]:
+        """Begin to hear a call; return its id, and a list that gets its texts."""
+        texts: list[str] = []
+        return self._calls.enter_context(self.channel.hearing(texts.append)), texts
 
     def end_calls(self) -> None:
         self._calls.close()
@@ -55,7 +56,7 @@ class Listener:
 
 @pytest.fixture
 async def listener(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Listener]:
-    monkeypatch.setattr(hearing, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(hearing, "RETRY_SECONDS", 0.0)
     server, host = serve(monkeypatch), TaskHost("Listening failed")
     server.told = lambda _: []
     async with EngineClient(URL) as engine:
@@ -67,29 +68,25 @@ def text(call: str, content: str, at: int) -> dict[str, Any]:
     return {"call": call, "content": content, "at": at}
 
 
-async def test_a_call_is_heard_from_its_beginning_though_the_channel_opens_later(
-    listener: Listener,
-) -> None:
-    pieces: list[str] = []
-    call = listener.call(pieces)
+async def test_a_channel_that_opens_later_has_the_whole_text(listener: Listener) -> None:
+    call, heard = listener.call()
     assert not listener.server.channels
     await listener.tell(text(call, "The ", 0))
     await listener.tell(text(call, "quick\u2028", 4), text(call, "\U0001f98a", 10))
-    assert pieces == ["The ", "quick\u2028", "\U0001f98a"]
+    assert heard == ["The ", "quick\u2028", "\U0001f98a"]
 
 
 async def test_each_call_gets_its_own_text_and_no_reasoning(listener: Listener) -> None:
-    first, second = list[str](), list[str]()
-    calls = listener.call(first), listener.call(second)
+    (first, heard), (second, also_heard) = listener.call(), listener.call()
     await listener.tell(
-        {"call": calls[0], "reasoning": "Hm", "at": 0},
-        text(calls[1], "two", 0),
-        {"call": calls[0], "text": "one", "at": 0},
-        {"call": calls[0], "tool": "look"},
-        {"call": calls[0], "end": "stop", "usage": None},
+        {"call": first, "reasoning": "Hm", "at": 0},
+        text(second, "two", 0),
+        {"call": first, "text": "one", "at": 0},
+        {"call": first, "tool": "look"},
+        {"call": first, "end": "stop", "usage": None},
         text("0" * 32, "another's", 0),
     )
-    assert (first, second) == (["one"], ["two"])
+    assert (heard, also_heard) == (["one"], ["two"])
 
 
 @pytest.mark.parametrize(
@@ -97,38 +94,34 @@ async def test_each_call_gets_its_own_text_and_no_reasoning(listener: Listener) 
     [{}, {"call": None}, {"content": 7, "at": 0}, {"content": "a"}, {"content": "a", "at": "0"}],
 )
 async def test_odd_lines_are_passed_over(listener: Listener, odd: dict[str, Any]) -> None:
-    pieces: list[str] = []
-    call = listener.call(pieces)
+    call, heard = listener.call()
     await listener.tell({"call": call, **odd}, text(call, "a", 0))
-    assert pieces == ["a"]
+    assert heard == ["a"]
 
 
 async def test_text_that_is_told_again_is_passed_on_once(listener: Listener) -> None:
-    pieces: list[str] = []
-    call = listener.call(pieces)
+    call, heard = listener.call()
     told = [("ab", 0), ("ab", 0), ("b", 1), ("abc", 0), ("bcd", 1), ("a", 0), ("e", 4)]
     await listener.tell(*(text(call, *each) for each in told))
-    assert pieces == ["ab", "c", "d", "e"]
+    assert heard == ["ab", "c", "d", "e"]
 
 
 async def test_a_gap_ends_the_hearing_of_its_call_only(listener: Listener) -> None:
-    first, second = list[str](), list[str]()
-    calls = listener.call(first), listener.call(second)
-    await listener.tell(text(calls[0], "a", 0), text(calls[1], "a", 0))
-    await listener.tell(text(calls[0], "c", 2), text(calls[1], "b", 1), text(calls[0], "d", 3))
-    assert (first, second) == (["a"], ["a", "b"])
+    (first, heard), (second, also_heard) = listener.call(), listener.call()
+    await listener.tell(text(first, "a", 0), text(second, "a", 0))
+    await listener.tell(text(first, "c", 2), text(second, "b", 1), text(first, "d", 3))
+    assert (heard, also_heard) == (["a"], ["a", "b"])
 
 
 async def test_a_channel_that_breaks_off_is_opened_again(listener: Listener) -> None:
-    pieces: list[str] = []
-    call = listener.call(pieces)
+    call, heard = listener.call()
     await listener.tell(text(call, "a", 0))
     for number, end in enumerate([None, b"not JSON\n", b"[1]\n"], 1):
         broken = await listener.opened()
         broken.send(end)
         await until(lambda broken=broken: listener.server.channels[-1][1] is not broken)
         await listener.tell(text(call, "abcd"[number], number))
-    assert "".join(pieces) == "abcd"
+    assert "".join(heard) == "abcd"
     # An engine knows a client's calls by the id of its channel.
     assert {name for name, _ in listener.server.channels} == {call[:16]}
     assert listener.channel.problem is None
@@ -139,14 +132,14 @@ async def test_a_channel_that_breaks_off_is_opened_again(listener: Listener) -> 
 async def test_the_problem_says_why_nothing_is_heard(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hearing, "_RETRY_SECONDS", 600.0)
+    monkeypatch.setattr(hearing, "RETRY_SECONDS", 600.0)
     assert listener.channel.problem is None
     (await listener.opened()).send(b"<html>\n")
     await until(lambda: listener.channel.problem)
     assert "is not an engine's" in f"{listener.channel.problem}"
 
 
-async def test_a_server_without_the_plugin_is_asked_once_a_minute(
+async def test_a_plain_server_is_asked_once_a_minute(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -160,38 +153,26 @@ async def test_a_server_without_the_plugin_is_asked_once_a_minute(
         assert listener.channel.problem == reasons.UNHEARD
         now += 61.0
     listener.server.told = told
-    pieces: list[str] = []
-    call = listener.call(pieces)
+    call, heard = listener.call()
     await listener.tell(text(call, "a", 0))
-    assert pieces == ["a"] and listener.channel.problem is None
+    assert heard == ["a"] and listener.channel.problem is None
 
 
-async def test_closing_gives_everything_back(listener: Listener) -> None:
-    before = asyncio.all_tasks()
-    channel = await listener.opened()
-    await until(lambda: channel.is_read)
-    listener.channel.close()
-    await until(lambda: asyncio.all_tasks() == before)
-    assert not channel.is_open and len(listener.server.channels) == 1
-
-
-async def test_a_channel_that_is_closed_before_it_has_opened_stays_closed(
-    listener: Listener,
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_a_closed_channel_leaves_nothing_and_stays_closed(
+    listener: Listener, is_open: bool
 ) -> None:
     before = asyncio.all_tasks()
-    listener.channel.open()
+    if is_open:
+        channel = await listener.opened()
+        await until(lambda: channel.is_read)
+    else:
+        listener.channel.open()
     listener.channel.close()
+    listener.channel.open()
     await until(lambda: asyncio.all_tasks() == before)
     assert not any(each.is_open for _, each in listener.server.channels)
-
-
-async def test_a_closed_channel_is_not_opened_again(listener: Listener) -> None:
-    before = asyncio.all_tasks()
-    first = await listener.opened()
-    listener.channel.close()
-    listener.channel.open()
-    await until(lambda: asyncio.all_tasks() == before)
-    assert not first.is_open and len(listener.server.channels) == 1
+    assert len(listener.server.channels) == is_open
 
 
 async def test_a_host_that_closes_ends_the_channel(listener: Listener) -> None:
@@ -200,9 +181,7 @@ async def test_a_host_that_closes_ends_the_channel(listener: Listener) -> None:
     assert not channel.is_open
 
 
-async def test_each_attempt_has_an_id_of_its_own_that_begins_with_the_channels(
-    listener: Listener,
-) -> None:
+async def test_ids_differ_and_begin_with_the_channels(listener: Listener) -> None:
     await listener.opened()
     ids: list[str] = []
     for _ in range(3):
@@ -218,16 +197,13 @@ async def test_each_attempt_has_an_id_of_its_own_that_begins_with_the_channels(
     assert CallChannel(listener.channel.engine, listener.host)._id != channel
 
 
-async def test_text_that_comes_after_the_end_of_its_call_is_not_passed_on(
-    listener: Listener,
-) -> None:
-    first, second = list[str](), list[str]()
-    call = listener.call(first)
+async def test_text_after_the_end_of_its_call_is_dropped(listener: Listener) -> None:
+    call, heard = listener.call()
     await listener.tell(text(call, "a", 0))
     listener.end_calls()
-    other = listener.call(second)
+    other, also_heard = listener.call()
     await listener.tell(text(call, "b", 1), text(other, "c", 0))
-    assert (first, second) == (["a"], ["c"])
+    assert (heard, also_heard) == (["a"], ["c"])
 
 
 async def test_a_call_of_a_thread_is_heard_in_the_event_loop(listener: Listener) -> None:

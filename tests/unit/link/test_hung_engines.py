@@ -57,7 +57,7 @@ async def reached(engine: HungEngine, text: Text, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize("hangs", ["render", "open", "append"])
-async def test_a_request_waits_for_its_texts_and_not_for_a_hung_engine(hangs: Route) -> None:
+async def test_a_request_does_not_wait_for_a_hung_engine(hangs: Route) -> None:
     events: list[Event] = []
     async with (
         hung_engine(hangs) as engine,
@@ -75,7 +75,7 @@ async def test_a_request_waits_for_its_texts_and_not_for_a_hung_engine(hangs: Ro
     assert (started.stream_id is not None) == (hangs == "append")
 
 
-async def test_a_link_ends_with_the_reason_that_its_engine_does_not_answer_in_time() -> None:
+async def test_a_link_ends_as_its_engine_does_not_answer() -> None:
     closed = asyncio.Queue[Event]()
     async with (
         hung_engine("append") as engine,
@@ -94,9 +94,7 @@ async def test_a_link_ends_with_the_reason_that_its_engine_does_not_answer_in_ti
     "hangs", [("render",), ("open",), ("append",), ("delete",), ("open", "delete")]
 )
 @pytest.mark.parametrize("is_error", [False, True])
-async def test_leaving_a_workflow_does_not_wait_for_a_hung_engine(
-    hangs: tuple[Route, ...], is_error: bool
-) -> None:
+async def test_leaving_a_workflow_does_not_wait(hangs: tuple[Route, ...], is_error: bool) -> None:
     async with hung_engine(*hangs) as engine, EngineClient(engine.url, timeout=25.0) as client:
         events: list[Event] = []
         try:
@@ -119,7 +117,7 @@ async def test_leaving_a_workflow_does_not_wait_for_a_hung_engine(
             assert len([event for event in events if isinstance(event, LinkClosed)]) == 3
 
 
-async def test_a_refused_request_does_not_wait_for_a_hung_engine() -> None:
+async def test_a_refused_request_does_not_wait() -> None:
     async with hung_engine("delete") as engine, EngineClient(engine.url, timeout=25.0) as client:
         async with Workflow(client) as flow:
             draft = flow.text("draft")
@@ -134,7 +132,7 @@ async def test_a_refused_request_does_not_wait_for_a_hung_engine() -> None:
 
 
 @pytest.mark.parametrize("hangs", ["render", "open", "delete"])
-async def test_closing_linked_teams_does_not_wait_for_a_hung_engine(hangs: Route) -> None:
+async def test_closing_linked_teams_does_not_wait(hangs: Route) -> None:
     async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
         writer, reader = client_of(writing), client_of(reading)
         runs: list[asyncio.Future[Any]] = []
@@ -158,7 +156,7 @@ async def test_closing_linked_teams_does_not_wait_for_a_hung_engine(hangs: Route
         await writer.close()
 
 
-async def test_work_added_while_a_host_closes_is_done_at_once() -> None:
+async def test_work_added_while_a_host_closes_is_done() -> None:
     host, done = TaskHost("work failed"), 0
 
     async def clean_up() -> None:
@@ -181,7 +179,7 @@ async def test_work_added_while_a_host_closes_is_done_at_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine 'TaskHost._log_failures' was never awaited")
-def test_work_that_ended_with_its_loop_before_its_first_step_runs_in_the_next_loop() -> None:
+def test_work_that_ended_with_its_loop_runs_in_the_next() -> None:
     """anyio leaves such work's coroutine to the garbage collector, which warns."""
     done: list[str] = []
 
@@ -203,7 +201,7 @@ def test_work_that_ended_with_its_loop_before_its_first_step_runs_in_the_next_lo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_host_is_closed_although_a_loop_was_closed_with_its_tasks() -> None:
+def test_a_host_is_closed_after_its_loop() -> None:
     host = TaskHost("work failed")
 
     async def begin() -> None:

@@ -68,9 +68,7 @@ def shuffled(items: Sequence[Any], dice: Random) -> list[Any]:
 
 
 @given(st.integers(), st.integers(2, 5))
-def test_tools_in_another_order_each_time_are_mispredicted_once_at_most(
-    seed: int, count: int
-) -> None:
+def test_reordered_tools_are_mispredicted_once_at_most(seed: int, count: int) -> None:
     dice, tools = Random(seed), [tool(f"look_{number}") for number in range(count)]
 
     def make(run: int, place: int) -> Fields:
@@ -86,7 +84,7 @@ def test_tools_in_another_order_each_time_are_mispredicted_once_at_most(
 
 
 @given(st.integers())
-def test_a_schema_in_another_order_each_time_is_mispredicted_once_at_most(seed: int) -> None:
+def test_a_reordered_schema_is_mispredicted_once_at_most(seed: int) -> None:
     dice = Random(seed)
 
     def make(run: int, place: int) -> Fields:
@@ -106,13 +104,13 @@ def test_a_schema_in_another_order_each_time_is_mispredicted_once_at_most(seed: 
     ],
     ids=["a date", "a switch", "other tools", "tools or none"],
 )
-def test_what_changes_in_each_run_is_mispredicted_once_at_most_for_each_call(make: Make) -> None:
+def test_a_changing_field_is_mispredicted_once_a_call(make: Make) -> None:
     program = Program()
     assert wrong(program, range(2), make) <= len(NAMES) - 1
     assert wrong(program, range(2, 8), make) == 0
 
 
-def test_fields_of_other_calls_are_predicted_as_they_were() -> None:
+def test_fields_of_other_calls_are_predicted() -> None:
     def make(run: int, place: int) -> Fields:
         return {"tools": [tool(f"look_{run}" if place == 1 else "walk")]}
 
@@ -121,7 +119,7 @@ def test_fields_of_other_calls_are_predicted_as_they_were() -> None:
     assert [predicted == prompt for predicted, prompt in found] == [False, True, True]
 
 
-def test_a_field_that_has_changed_once_is_predicted_again_after_some_runs() -> None:
+def test_a_steady_field_is_predicted_again() -> None:
     def make(run: int, place: int) -> Fields:
         return {"tools": [tool("look" if run < 2 else "walk")]}
 
@@ -131,7 +129,7 @@ def test_a_field_that_has_changed_once_is_predicted_again_after_some_runs() -> N
     assert all(predicted == prompt for predicted, prompt in runs[-1])
 
 
-def test_what_is_sent_in_another_order_after_tools_cuts_the_first_run_too() -> None:
+def test_another_order_after_tools_cuts_the_first_run() -> None:
     tools = [tool("look"), tool("walk")]
     fields = ChangingFields()
     fields.compare_order({"tools": tools}, {"tools": tools, "tool_choice": "auto"})

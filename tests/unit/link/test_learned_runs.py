@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from flashmoa.link import learned_runs
 from flashmoa.link.learned_runs import LearnedRun, Program, RecordedRequest
+from flashmoa.link.learned_texts import FindText
 
 PLAN = "Walk, eat and rest."
 
@@ -52,7 +53,7 @@ def chain(place: str = "Nepal") -> Program:
     )
 
 
-def test_names_of_which_calls_were_at_the_same_time_are_known() -> None:
+def test_names_of_parallel_calls_are_known() -> None:
     program = Program()
     run = LearnedRun(program)
     play(run, "turns", make_request("a"), "b")
@@ -77,8 +78,8 @@ def test_a_call_is_expected_with_the_texts_of_this_run() -> None:
     run = LearnedRun(chain())
     play(run, "plan", make_request("A trip to Norway"), "Ski.")
     texts = {"plan": "Ski.", "check": "<check>", "sum": "<sum>"}
-    assert contents(run.predict("check", texts)) == ["Check this for Norway:\nSki."]
-    assert contents(run.predict("sum", texts)) == ["Ski.\n<check>"]
+    assert contents(run.predict("check", texts.get)) == ["Check this for Norway:\nSki."]
+    assert contents(run.predict("sum", texts.get)) == ["Ski.\n<check>"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_answers_in_messages_are_found(
 ) -> None:
     plans = [("plan", make_request(f"Trip {n}"), answer) for n, answer in enumerate(answers)]
     program = learn(*plans, ("check", make_request(*asked), ""))
-    assert contents(LearnedRun(program).predict("check", texts)) == expected
+    assert contents(LearnedRun(program).predict("check", texts.get)) == expected
 
 
 def test_a_prompt_has_no_answer_that_came_after_it() -> None:
@@ -112,11 +113,11 @@ def test_a_prompt_has_no_answer_that_came_after_it() -> None:
     run.complete(judge, "fine")
     run.finish()
     texts = {"plan": "<plan>", "judge": "<judge>", "other": "<other>"}
-    predicted = LearnedRun(program).predict("judge", texts)
+    predicted = LearnedRun(program).predict("judge", texts.get)
     assert contents(predicted) == ["Say fine or poor.\n<plan>"]
 
 
-def test_what_could_not_be_predicted_is_not_predicted_again() -> None:
+def test_a_wrong_prediction_is_not_repeated() -> None:
     program = learn(
         ("plan", make_request("A trip"), PLAN),
         ("check", make_request(f"It is 12:01. Check:\n{PLAN}"), "Fine."),
@@ -129,7 +130,7 @@ def test_what_could_not_be_predicted_is_not_predicted_again() -> None:
     assert differed is not None and (differed.message, differed.offset) == (0, len("It is 12:0"))
 
 
-def test_as_many_calls_of_one_agent_as_there_may_be_are_told_apart() -> None:
+def test_calls_of_one_agent_are_told_apart() -> None:
     reviews = [make_request(f"Reviewer {number}.", PLAN) for number in range(20)]
     program = learn(*[("review", review, "1") for review in reviews])
     run = LearnedRun(program)
@@ -138,7 +139,7 @@ def test_as_many_calls_of_one_agent_as_there_may_be_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("question", ["Translate: {}", "{}"])
-def test_calls_that_nothing_tells_apart_are_expected_in_their_order(question: str) -> None:
+def test_equal_calls_are_expected_in_their_order(question: str) -> None:
     def ask(run: LearnedRun, word: str) -> str:
         return play(run, "ask", make_request(question.format(word)), "")
 
@@ -154,18 +155,22 @@ class CountingRun(LearnedRun):
 
     predictions = 0
 
-    def predict(self, key: str, texts: Mapping[str, str]) -> Any:
+    def predict(self, key: str, find_text: FindText) -> Any:
         self.predictions += 1
-        return super().predict(key, texts)
+        return super().predict(key, find_text)
 
 
-def test_a_call_is_predicted_a_few_times_however_many_there_are() -> None:
+def test_a_call_is_predicted_a_few_times() -> None:
     requests = [make_request(f"Summarise: {number}") for number in range(100)]
     run = CountingRun(learn(*[("ask", request, "Short.") for request in requests]))
     for request in requests:
         before = run.predictions
         play(run, "ask", request, "Short.")
         assert run.predictions <= before + 10
+    # A call that can be only one is predicted once.
+    run = CountingRun(chain())
+    play(run, "plan", make_request("A trip to Norway"), "Ski.")
+    assert run.predictions == 1
 
 
 def count_lines(work: Callable[[], object]) -> int:
@@ -210,7 +215,7 @@ def use_tool(run: LearnedRun, number: int) -> None:
 
 
 @pytest.mark.parametrize("step", [ask_number, fail_number, use_tool])
-def test_the_work_for_a_call_does_not_grow_with_the_number_of_calls(
+def test_the_work_does_not_grow_with_the_calls(
     step: Callable[[LearnedRun, int], None],
 ) -> None:
     program = Program()
@@ -233,7 +238,7 @@ def test_the_work_for_a_call_does_not_grow_with_the_number_of_calls(
         assert costs[1] <= 1.2 * costs[0] + 50
 
 
-def test_no_more_calls_are_expected_at_once_than_an_engine_has_streams_for() -> None:
+def test_at_most_as_many_calls_as_streams_are_expecte() -> None:
     program = Program()
     run = LearnedRun(program)
     for number in range(300):
@@ -256,10 +261,10 @@ def test_what_calls_have_in_common_is_in_memory_once() -> None:
     assert repr(tools[0]) == "{'strict': 1}"
 
 
-def test_of_a_run_that_is_too_long_the_beginning_is_learned(
+def test_the_beginning_of_a_long_run_is_learned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(learned_runs, "_MOST_BYTES", 50_000)
+    monkeypatch.setattr(learned_runs, "MAX_RECORDED_BYTES", 50_000)
     learned_runs._warn_of_size.cache_clear()
     program = Program()
     for _ in range(2):
@@ -276,7 +281,7 @@ def test_of_a_run_that_is_too_long_the_beginning_is_learned(
     assert "only its beginning is learned from" in warning.getMessage()
 
 
-def test_lengths_of_answers_are_forgotten_with_their_calls() -> None:
+def test_lengths_are_forgotten_with_their_calls() -> None:
     """As names of agents that hold a user's, which would be kept for ever."""
     program = Program()
     for number in range(3):
@@ -286,12 +291,6 @@ def test_lengths_of_answers_are_forgotten_with_their_calls() -> None:
         run.finish()
         known = [f"agent of user {each}" for each in range(3)]
         assert [program.output_lengths.expect(each) for each in known].count(7) == 1
-
-
-def test_a_call_that_can_be_only_one_is_predicted_once() -> None:
-    run = CountingRun(chain())
-    play(run, "plan", make_request("A trip to Norway"), "Ski.")
-    assert run.predictions == 1
 
 
 def test_a_retried_request_is_the_same_call() -> None:
@@ -312,21 +311,19 @@ def test_a_retried_request_is_the_same_call() -> None:
         ({"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
     ],
 )
-def test_the_same_question_to_two_servers_or_models_is_told_apart(one: Any, other: Any) -> None:
+def test_a_question_to_two_servers_is_told_apart(one: Any, other: Any) -> None:
     program = learn(
         ("ask", make_request("A trip", **one), "1"), ("ask", make_request("A trip", **other), "2")
     )
     run = LearnedRun(program)
     assert play(run, "ask", make_request("A tour", **other), "2") == "ask (2)"
     assert play(run, "ask", make_request("A tour", **one), "1") == "ask"
+    # If nothing fits better, the call is the same.
+    run = LearnedRun(learn(("ask", make_request("A trip", **one), "1")))
+    assert run.begin("ask", make_request("A trip", **other)).key == "ask"
 
 
-def test_a_call_goes_to_another_server_and_is_the_same_if_none_fits_better() -> None:
-    run = LearnedRun(learn(("ask", make_request("A trip", url="http://one"), "1")))
-    assert run.begin("ask", make_request("A trip", url="http://other")).key == "ask"
-
-
-def test_a_call_that_is_like_none_of_its_name_is_a_new_one() -> None:
+def test_a_call_like_none_of_its_name_is_new() -> None:
     program = learn(
         ("ask", make_request("A trip"), PLAN), ("ask", make_request(f"Check:\n{PLAN}"), "Fine.")
     )
@@ -353,7 +350,7 @@ def play_with_dead_server(program: Program) -> tuple[list[str], list[str]]:
     return kept, failed
 
 
-def test_a_request_to_a_server_that_is_down_takes_no_other_calls_place() -> None:
+def test_a_failed_request_takes_no_other_calls_place() -> None:
     program = Program()
     first = play_with_dead_server(program)
     assert first == (["go (2)", "go (4)"], ["go", "go (3)"])
@@ -362,9 +359,7 @@ def test_a_request_to_a_server_that_is_down_takes_no_other_calls_place() -> None
 
 
 @given(st.lists(st.integers(0, 9), max_size=24), st.sets(st.integers(0, 9)), st.integers(1, 3))
-def test_the_calls_that_may_come_need_only_such_as_have_begun(
-    steps: list[int], begun: set[int], ahead: int
-) -> None:
+def test_upcoming_calls_need_only_begun_ones(steps: list[int], begun: set[int], ahead: int) -> None:
     """A number begins its call, the second time it completes it."""
     program = Program()
     run = LearnedRun(program)
@@ -396,4 +391,4 @@ def test_a_tool_call_has_no_text_that_others_get() -> None:
     run = LearnedRun(program)
     run.begin("ask", make_request("Where?"))
     assert run.upcoming(1) == ["tell"]
-    assert contents(run.predict("tell", {})) == ["Where?", "Here."]
+    assert contents(run.predict("tell", run.texts())) == ["Where?", "Here."]

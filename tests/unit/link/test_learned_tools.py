@@ -88,11 +88,11 @@ def test_in_a_first_run_every_result_is_missing() -> None:
     answer = make_answer(("a", "lake"), ("b", "hill"))
     run = LearnedRun(Program())
     call = ask(run, ASKED, answer)
-    messages = run.after_tools(call, {}, ["<1>", "<2>"])
+    messages = run.after_tools(call, run.texts(), ["<1>", "<2>"])
     assert messages == [*ASKED, answer, *results(answer, "<1>", "<2>")]
 
 
-def test_the_call_after_tools_is_found_by_their_ids_whatever_its_name() -> None:
+def test_the_call_after_tools_is_found_by_ids() -> None:
     run = LearnedRun(Program())
     answer = make_answer(("id 1", "lake"))
     first = ask(run, ASKED, answer)
@@ -112,13 +112,13 @@ def test_the_call_after_tools_is_found_by_their_ids_whatever_its_name() -> None:
         [*ASKED, {"role": "user", "content": ""}],
     ],
 )
-def test_a_request_with_another_history_does_not_follow(messages: list[Any]) -> None:
+def test_another_history_does_not_follow(messages: list[Any]) -> None:
     run = LearnedRun(Program())
     ask(run, ASKED, make_answer(("id 1", "lake")))
     assert run.begin("agent", request(messages)).follows is None
 
 
-def test_each_of_several_answers_with_the_same_ids_is_followed_once() -> None:
+def test_answers_with_the_same_ids_are_followed_once() -> None:
     """Some servers number the calls of each answer anew."""
     run, answer = LearnedRun(Program()), make_answer(("call_0", "lake"))
     asked = [ask(run, ASKED, answer) for _ in range(2)]
@@ -129,14 +129,14 @@ def test_each_of_several_answers_with_the_same_ids_is_followed_once() -> None:
     ]
 
 
-def test_the_results_of_the_same_calls_are_expected_again_with_the_new_ids() -> None:
+def test_results_are_expected_again_with_new_ids() -> None:
     program = learn(make_answer(("id 1", "lake"), ("id 2", "hill")), "Blue.", "Green.")
     answer = make_answer(("id 3", "lake"), ("id 4", "city"))
     assert expected(program, answer, "<1>", "<2>") == results(answer, "Blue.", "<2>")
     assert expected(program, make_answer(("id 3", "lake")), "<1>")[0]["content"] == "<1>"
 
 
-def test_a_result_that_was_another_once_is_not_expected_again() -> None:
+def test_a_changed_result_is_not_expected_again() -> None:
     program = learn(make_answer(("id 1", "lake")), "Blue.")
     run = LearnedRun(program)
     play(run, make_answer(("id 2", "lake")), "Green.")
@@ -145,7 +145,7 @@ def test_a_result_that_was_another_once_is_not_expected_again() -> None:
     assert expected(program, answer, "<1>") == results(answer, "<1>")
 
 
-def test_a_result_that_is_an_agents_text_is_expected_whatever_its_call() -> None:
+def test_an_agents_text_is_an_expected_result() -> None:
     program = Program()
     run = LearnedRun(program)
     answer = make_answer(("id 1", "lake"))
@@ -155,11 +155,11 @@ def test_a_result_that_is_an_agents_text_is_expected_whatever_its_call() -> None
     run.finish()
     run, answer = LearnedRun(program), make_answer(("id 2", "the lake"))
     call = ask(run, ASKED, answer)
-    messages = run.after_tools(call, {"inner": "<inner>"}, ["<1>"])
+    messages = run.after_tools(call, {"inner": "<inner>"}.get, ["<1>"])
     assert messages[-1]["content"] == "It says: <inner>"
 
 
-def test_no_call_is_expected_where_none_followed_the_tools() -> None:
+def test_no_call_is_expected_if_none_followed() -> None:
     program = Program()
     run = LearnedRun(program)
     ask(run, ASKED, make_answer(("id 1", "lake")))
@@ -168,7 +168,7 @@ def test_no_call_is_expected_where_none_followed_the_tools() -> None:
     assert run.next_key(ask(run, ASKED, make_answer(("id 2", "lake")))) is None
 
 
-def test_extra_fields_of_answers_are_expected_as_they_were_sent_back() -> None:
+def test_extra_fields_are_expected_as_sent_back() -> None:
     program = Program()
     for is_sent_back in (True, False):
         run = LearnedRun(program)
@@ -176,7 +176,7 @@ def test_extra_fields_of_answers_are_expected_as_they_were_sent_back() -> None:
         kept = answer if is_sent_back else make_answer(("id 1", "lake"))
         ask(run, ASKED, answer)
         second = ask(run, [*ASKED, kept, *results(answer, "Blue.")], answer)
-        assert run.after_tools(second, {}, ["<1>"])[-2] == kept
+        assert run.after_tools(second, run.texts(), ["<1>"])[-2] == kept
 
 
 @given(st.lists(st.tuples(st.uuids().map(str), st.text()), min_size=1, max_size=4), st.data())
@@ -195,7 +195,7 @@ def test_each_call_has_one_result_in_its_place(calls: list[Call], data: st.DataO
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("has_run", [False, True])
-async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before(
+async def test_a_forced_choice_is_expected_if_it_came_before(
     has_run: bool,
 ) -> None:
     rendered: list[dict[str, Any]] = []
@@ -231,7 +231,7 @@ async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before
     assert rendered == [{"tools": [{}], "reasoning_effort": "low", **choice}]
 
 
-def test_results_of_custom_tools_are_as_likely_as_those_of_functions() -> None:
+def test_results_of_custom_tools_are_likely_too() -> None:
     def ask(text: str) -> dict[str, Any]:
         call = {"id": "c", "type": "custom", "custom": {"name": "run", "input": text}}
         return {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -192,7 +192,7 @@ async def test_ahead_says_how_much_is_prefilled(
     ],
     ids=str,
 )
-async def test_on_failure_says_what_happens_to_the_readers_link(
+async def test_on_failure_is_the_action_on_the_readers_link(
     scribe: Scribe, play: Play, given: dict[str, Any], action: str
 ) -> None:
     scribe.ahead, scribe.fails = "text", True
@@ -207,7 +207,7 @@ async def test_on_failure_says_what_happens_to_the_readers_link(
 
 @everywhere
 @pytest.mark.parametrize("prompts", [False, True])
-async def test_a_trace_has_what_the_listener_hears_and_prompts_if_asked_for(
+async def test_a_trace_has_the_events_and_prompts_if_asked(
     scribe: Scribe, play: Play, prompts: bool, tmp_path: Path
 ) -> None:
     file, events = tmp_path / "run.jsonl", list[Event]()
@@ -239,12 +239,21 @@ def test_further_calls_of_an_agent_have_its_policy() -> None:
 
 
 @pytest.mark.parametrize("headers", [{"X-Run": "team"}, {"X Run": "run"}, {"X-Run\n": "run"}])
-def test_a_session_header_that_no_server_could_read_is_refused(headers: Any) -> None:
+def test_an_invalid_session_header_is_refused(headers: Any) -> None:
     with pytest.raises(ValueError, match="session_headers"):
         LinkSettings(session_headers=headers)
 
 
-async def test_requests_and_streams_of_a_workflow_name_their_session() -> None:
+async def read_a_text(flow: Workflow, server: HungEngine) -> None:
+    """Send a request with a text that is written once its prompt's stream is open."""
+    with flow.text() as text:
+        answer = flow.ask([{"role": "user", "content": f"a {text}"}], name="reader")
+        await server.until("open")
+        text.write("b")
+    await answer
+
+
+async def test_requests_and_streams_name_their_session() -> None:
     """The stream of an agent names the same one as the agent's request; a run is one of its own."""
     own: dict[str, SessionOf] = {"X-Run": "run", "X-Agent": "agent"}
     seen: dict[str, list[tuple[str, str]]] = defaultdict(list)
@@ -257,12 +266,7 @@ async def test_requests_and_streams_of_a_workflow_name_their_session() -> None:
         engine._http.event_hooks["request"].append(note)
         for _ in range(2):
             async with Workflow(engine, session_headers=own) as flow:
-                text = flow.text("text")
-                answer = flow.ask([{"role": "user", "content": f"a {text}"}], name="reader")
-                await server.until("open")
-                text.write("b")
-                text.close()
-                await answer
+                await read_a_text(flow, server)
             server.requests.clear()
     first, second = seen["/v1/chat/completions"]
     assert seen["/prompt_streams"] == [first, second]
@@ -270,7 +274,7 @@ async def test_requests_and_streams_of_a_workflow_name_their_session() -> None:
     assert len({of for path in seen.values() for of in path}) == 2
 
 
-async def test_calls_of_one_name_share_a_session_unless_they_are_at_the_same_time() -> None:
+async def test_calls_of_a_name_share_a_session_unless_parallel() -> None:
     own: dict[str, SessionOf] = {"X-Agent": "agent"}
     seen: dict[str, str] = {}
     async with hung_engine() as server, EngineClient(server.url) as engine:
@@ -296,7 +300,7 @@ async def test_calls_of_one_name_share_a_session_unless_they_are_at_the_same_tim
     assert len(set(seen.values())) == 3
 
 
-async def test_a_session_header_that_the_client_of_an_engine_has_itself_stays() -> None:
+async def test_a_clients_own_session_header_stays() -> None:
     """A program's requests have its own, and the streams of their prompts are to go with them."""
     seen: list[str] = []
     mine = {"x-smg-routing-key": "mine"}
@@ -308,9 +312,5 @@ async def test_a_session_header_that_the_client_of_an_engine_has_itself_stays() 
 
         engine._http.event_hooks["request"].append(note)
         async with Workflow(engine) as flow:
-            text = flow.text("text")
-            answer = flow.ask([{"role": "user", "content": f"a {text}"}])
-            await server.until("open")
-            text.close()
-            await answer
+            await read_a_text(flow, server)
     assert {"open", "chat"} <= {*server.routes()} and {*seen} == {"mine"}

@@ -104,7 +104,7 @@ async def settle() -> None:
     await anyio.wait_all_tasks_blocked()
 
 
-async def test_known_text_is_sent_at_once_and_written_text_in_halves() -> None:
+async def test_written_text_is_sent_in_halves() -> None:
     server, events = FakeServer(), list[Event]()
     async with running(make_link(server, events, Prompt([HEAD, Slot("A")]), expected=800)) as link:
         await settle()
@@ -141,9 +141,7 @@ async def test_a_short_prompt_is_left_to_its_request() -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_the_request_or_the_end_of_its_link_cancels_the_step_that_is_under_way(
-    is_cancelled: bool,
-) -> None:
+async def test_a_request_or_an_end_cancels_the_step(is_cancelled: bool) -> None:
     server, events = FakeServer(), list[Event]()
     server.hangs = True
     link = make_link(server, events, Prompt([HEAD, Slot("A")]))
@@ -161,7 +159,7 @@ async def test_the_request_or_the_end_of_its_link_cancels_the_step_that_is_under
     assert [type(event) for event in events] == [LinkOpened, LinkClosed]
 
 
-async def test_a_complete_prompt_is_sent_if_its_request_does_not_come() -> None:
+async def test_a_complete_prompt_without_a_request_is_sent() -> None:
     server = FakeServer()
     async with running(make_link(server, [], Prompt([HEAD, Slot("A"), " end"]))) as link:
         await server.wait_for(1)
@@ -186,13 +184,9 @@ async def test_a_cache_that_keeps_nothing_gets_no_more_steps(
         assert link.claim() is None
     assert len(server.prompts) == 2
     assert "has not kept the prompt" in caplog.text
-    assert events[-1] == LinkClosed(
-        agent="B",
-        engine=events[-1].engine,
-        at=events[-1].at,
-        stream_id=link.stream_id,
-        reason="used",
-    )
+    closed = events[-1]
+    assert isinstance(closed, LinkClosed)
+    assert (closed.reason, closed.stream_id) == ("used", link.stream_id)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +235,7 @@ async def test_a_prompt_that_becomes_another_is_sent_as_that() -> None:
     assert server.prompts == [HEAD, HEAD * 2]
 
 
-async def test_text_that_was_taken_back_is_sent_as_what_took_its_place(
+async def test_replaced_text_is_sent_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = FakeServer()
@@ -263,7 +257,7 @@ async def test_text_that_was_taken_back_is_sent_as_what_took_its_place(
     assert "has not kept" not in caplog.text
 
 
-async def test_text_that_is_taken_back_while_its_step_is_under_way_is_sent_again() -> None:
+async def test_text_replaced_during_a_step_is_sent_again() -> None:
     server = FakeServer()
     server.may_answer = anyio.Event()
     async with running(make_link(server, [], Prompt([HEAD, Slot("A")]))) as link:

@@ -126,8 +126,24 @@ class Pair(LinkPlanner):
         """Return why each call so far has no link."""
         return [event.unlinked for event in self.events if isinstance(event, CallStarted)]
 
+    def late(self) -> list[bool]:
+        """Return whether each call so far was late for its link."""
+        return [event.late for event in self.events if isinstance(event, CallStarted)]
+
     def declined(self) -> list[LinkDeclined]:
         return [event for event in self.events if isinstance(event, LinkDeclined)]
+
+    async def write(self) -> Link:
+        """Begin a call of the writer, and wait until there is a link to the reader."""
+        self.begin("writer", REQUEST)
+        return await self.link()
+
+    async def write_again(self) -> Link:
+        """Begin a call of the writer, and return the link to the reader after a new forecast."""
+        forecasts = self.forecasts
+        self.begin("writer", REQUEST)
+        await self.planned(forecasts + 1)
+        return await self.link()
 
     async def link(self) -> Link:
         """Wait until there is a link to the reader."""
@@ -155,19 +171,18 @@ async def planner(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Pair]:
         await pair.host.close()
 
 
-async def test_a_forecast_that_a_call_overtakes_makes_no_link(planner: Pair) -> None:
+async def test_a_call_overtakes_the_plan_of_its_link(planner: Pair) -> None:
     planner.may_forecast = anyio.Event()
     planner.begin("writer", REQUEST)
     await until(lambda: planner.forecasts)
     reader = planner.begin("reader", REQUEST)
+    assert planner.reasons() == [FIRST, LATE] and planner.late() == [False, True]
     planner.may_forecast.set()
     await planner.planned(1)
     assert not planner.waiting_for("writer") and reader.prompt_stream_id is None
-    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
-    assert late == [False, True]
 
 
-async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pair) -> None:
+async def test_a_declined_agent_is_reported_once(planner: Pair) -> None:
     planner.problem = "it is secret"
     for count in (1, 2):
         planner.begin("writer", REQUEST)
@@ -175,14 +190,12 @@ async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pai
     (declined,) = planner.declined()
     assert (declined.agent, declined.reason) == ("reader", "it is secret")
     assert not planner.begin("reader", REQUEST).prompt_stream_id
-    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
-    assert late == [False, False, False]
+    assert planner.late() == [False, False, False]
     planner.problem = None
-    planner.begin("writer", REQUEST)
-    await planner.link()
+    await planner.write()
 
 
-async def test_a_prompt_that_cannot_be_rendered_is_declined(planner: Pair) -> None:
+async def test_an_unrenderable_prompt_is_declined(planner: Pair) -> None:
     for count in (1, 2, 3):
         refusal = f"tool {count} is no object" if count < 3 else "too long"
         kind = MalformedRequest if count < 3 else PromptTooLarge
@@ -196,47 +209,34 @@ async def test_a_prompt_that_cannot_be_rendered_is_declined(planner: Pair) -> No
     assert reasons == ["tool 1 is no object", "too long"]
 
 
-async def test_an_agent_whose_code_fails_in_other_words_each_time_is_reported_once(
+async def test_a_failure_in_other_words_is_reported_once(
     planner: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "a", "b", "c"):
         planner.links.decline(name, OSError(f"no file {len(planner.events)}"))
     assert [event.agent for event in planner.events] == ["a", "b", "c"]
-    monkeypatch.setattr("flashmoa.link.links.MAX_REPORTED_DECLINES", 3)
+    monkeypatch.setattr("flashmoa.link.links.MAX_REMEMBERED", 3)
     planner.links.decline("d", OSError("no file"))
     assert len(planner.reported_declines) == 1
 
 
-async def test_a_prompt_that_no_request_came_for_is_linked_again_only_if_it_changes(
-    planner: Pair,
-) -> None:
-    planner.turn = Turn("reader")
-    planner.known = "the plan"
-    planner.begin("writer", REQUEST)
-    link = await planner.link()
+async def test_a_changed_expired_prompt_is_linked_again(planner: Pair) -> None:
+    planner.turn, planner.known = Turn("reader"), "the plan"
+    link = await planner.write()
     link.has_expired = True
     link.end("unused")
-    for known, is_same in [("the plan", True), ("the report", False)]:
-        forecasts, planner.known = planner.forecasts, known
-        planner.begin("writer", REQUEST)
-        await planner.planned(forecasts + 1)
-        assert (await planner.link() is link) is is_same
+    assert await planner.write_again() is link
+    planner.known = "the report"
+    assert await planner.write_again() is not link
 
 
-async def test_a_link_whose_prompt_stays_the_same_is_kept_while_others_are_made_again(
-    planner: Pair,
-) -> None:
+async def test_a_link_is_kept_while_its_prompt_is_the_same(planner: Pair) -> None:
     planner.turn, planner.known = Turn("reader"), "the plan"
-    link: Link | None = None
-    for known, is_same in [("the plan", False), ("the plan", True), ("the report", False)]:
-        planner.known, forecasts = known, planner.forecasts
-        planner.holds_still = False
-        planner.begin("writer", REQUEST)
-        await planner.planned(forecasts + 1)
-        assert (await planner.link() is link) is is_same
-        if link is not None:
-            assert link.is_over is not is_same
-        link = await planner.link()
+    planner.holds_still = False
+    link = await planner.write_again()
+    assert await planner.write_again() is link and not link.is_over
+    planner.known = "the report"
+    assert await planner.write_again() is not link and link.is_over
 
 
 async def test_a_call_without_a_link_says_why(planner: Pair) -> None:
@@ -250,21 +250,11 @@ async def test_a_call_without_a_link_says_why(planner: Pair) -> None:
     assert planner.reasons() == [FIRST, OWN_TURN, UNEXPECTED, "its context is odd", FIRST]
 
 
-async def test_a_call_whose_link_is_still_planned_is_late_and_says_so(planner: Pair) -> None:
-    planner.may_forecast = anyio.Event()
-    planner.begin("writer", REQUEST)
-    await until(lambda: planner.forecasts)
-    planner.begin("reader", REQUEST)
-    assert planner.reasons() == [FIRST, LATE]
-    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
-    assert late == [False, True]
-
-
 @pytest.mark.parametrize(
     ("error", "until_next"),
     [(EngineUnreachable("it is down"), "it is down"), (PluginMissing("no plugin"), NO_PLUGIN)],
 )
-async def test_a_call_whose_engine_refused_its_link_says_why_once(
+async def test_a_refused_link_is_told_once(
     planner: Pair, error: EngineError, until_next: str
 ) -> None:
     """A later call, which nobody tried to link, has another reason."""
@@ -286,22 +276,12 @@ async def test_a_call_whose_engine_refused_its_link_says_why_once(
     ],
 )
 async def test_a_call_whose_link_has_ended_says_why(planner: Pair, end: str, reason: str) -> None:
-    planner.begin("writer", REQUEST)
-    (await planner.link()).end(end)
+    (await planner.write()).end(end)
     planner.begin("reader", REQUEST)
     assert planner.reasons() == [FIRST, reason]
 
 
-async def test_a_call_that_takes_another_course_says_so(planner: Pair) -> None:
-    planner.begin("writer", REQUEST)
-    await planner.link()
-    await planner.planned()
-    planner.holds_still = False
-    planner.begin("reader", REQUEST)
-    assert planner.reasons() == [FIRST, OTHER_COURSE]
-
-
-async def test_calls_that_are_only_watched_say_that_links_are_off() -> None:
+async def test_watched_calls_say_that_links_are_off() -> None:
     async with EngineClient(ENGINE) as engine:
         planner = Pair(engine, settings=LinkSettings(ahead="nothing"))
         planner.begin("writer", REQUEST)
@@ -310,22 +290,17 @@ async def test_calls_that_are_only_watched_say_that_links_are_off() -> None:
 
 
 @pytest.mark.parametrize(("url", "holds"), [("http://elsewhere", True), (ENGINE, False)])
-async def test_a_link_of_another_call_than_the_one_that_comes_is_not_used(
-    planner: Pair, url: str, holds: bool
-) -> None:
-    planner.begin("writer", REQUEST)
-    link = await planner.link()
+async def test_another_call_does_not_use_the_link(planner: Pair, url: str, holds: bool) -> None:
+    link = await planner.write()
+    await planner.planned()
     planner.holds_still = holds
-    assert planner.take_link("reader", url) is None
+    planner.begin("reader", CallRequest(url, "m"))
     assert link.is_over and not planner.links
-    assert link.unused_reason == OTHER_COURSE
+    assert link.unused_reason == OTHER_COURSE and planner.reasons() == [FIRST, OTHER_COURSE]
 
 
-async def test_a_link_to_an_agent_that_is_not_possible_twice_in_a_row_is_ended(
-    planner: Pair,
-) -> None:
-    planner.begin("writer", REQUEST)
-    link = await planner.link()
+async def test_a_link_ends_if_impossible_twice_in_a_row(planner: Pair) -> None:
+    link = await planner.write()
     for caller in ("other", "writer", "other"):
         planner.caller = caller
         await planner._plan()
@@ -353,7 +328,7 @@ class WithoutSize(EngineClient):
     ("kind", "reason"),
     [(PlainEngine, "its engine has no plugin"), (WithoutSize, "did not answer within")],
 )
-async def test_unless_its_engine_tells_its_size_only_agents_that_are_sure_to_be_next_are_linked(
+async def test_unsure_agents_need_the_engines_size(
     kind: type[EngineClient], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(soon, "SOON_SECONDS", 0.05)
@@ -370,20 +345,18 @@ async def test_unless_its_engine_tells_its_size_only_agents_that_are_sure_to_be_
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-async def test_a_share_of_the_pool_is_between_none_and_all_of_it(share: float) -> None:
+async def test_a_share_of_the_pool_is_checked(share: float) -> None:
     async with EngineClient(ENGINE) as engine:
         with pytest.raises(ValueError, match=r"kv_share is .*; it must be a number from 0 to 1"):
             Pair(engine, share)
 
 
-async def test_a_link_knows_how_long_its_writers_last_answers_were(planner: Pair) -> None:
+async def test_a_link_knows_the_lengths_of_texts(planner: Pair) -> None:
     planner.output_lengths.add("writer", 120)
-    planner.begin("writer", REQUEST)
-    link = await planner.link()
-    assert link._expect("writer") == 120
+    assert (await planner.write())._expect("writer") == 120
 
 
-async def test_a_call_that_overtakes_the_opening_of_its_stream_is_late(planner: Pair) -> None:
+async def test_a_call_that_overtakes_its_stream_is_late(planner: Pair) -> None:
     link = Link(EngineClient(ENGINE), Prompt(["a"]), agent="reader")
     LinkedCall(planner, "reader", REQUEST, link)
     (started,) = planner.events
@@ -391,9 +364,7 @@ async def test_a_call_that_overtakes_the_opening_of_its_stream_is_late(planner: 
     assert started.late and started.stream_id is None
 
 
-async def test_an_answer_that_differs_from_its_streamed_text_costs_the_differing_end(
-    planner: Pair,
-) -> None:
+async def test_an_answer_may_differ_from_its_text(planner: Pair) -> None:
     """Its request broke off, was sent again, and got a different answer."""
     writer = planner.begin("writer", REQUEST)
     link = await planner.link()
@@ -407,18 +378,15 @@ async def test_an_answer_that_differs_from_its_streamed_text_costs_the_differing
     assert await writer.text == "The quick dog."
 
 
-async def test_text_before_a_tool_call_is_taken_back_and_the_link_waits_for_the_next_text(
-    planner: Pair,
-) -> None:
+async def test_text_before_a_tool_call_is_taken_back(planner: Pair) -> None:
     writer = planner.begin("writer", REQUEST)
     link = await planner.link()
     writer.on_text("I look.")
     assert link.prompt.take() == "Read: I look."
     writer.on_finish(CallResult("I look.", None, "tool_calls", is_forwarded=False))
     # Adapters are told as of an answer without text.
-    assert [event.reason for event in planner.events if isinstance(event, LinkWaits)] == [
-        "it calls tools"
-    ]
+    (waits,) = [event for event in planner.events if isinstance(event, LinkWaits)]
+    assert waits.reason == "it calls tools"
     writer.on_text(" Another thread told this too late.")
     assert not link.is_over and link.waits_for("writer")
     assert link.prompt.take_back() == len("Read: ") and link.prompt.take() == ""
@@ -431,9 +399,7 @@ async def test_text_before_a_tool_call_is_taken_back_and_the_link_waits_for_the_
     assert planner.take_link("reader", ENGINE) is link
 
 
-async def test_a_text_that_could_not_be_heard_is_read_when_it_is_complete_with_the_reason(
-    planner: Pair,
-) -> None:
+async def test_an_unheard_text_is_read_when_complete(planner: Pair) -> None:
     async with EngineClient(ENGINE) as engine:
         writer = planner.begin("writer", CallRequest(ENGINE, "m", client=engine))
         link = await planner.link()
@@ -447,7 +413,7 @@ async def test_a_text_that_could_not_be_heard_is_read_when_it_is_complete_with_t
         assert link.prompt.stable() == "Read: Done." and link.prompt.is_complete
 
 
-async def test_calls_of_a_run_share_a_channel_that_ends_with_the_run() -> None:
+async def test_calls_of_a_run_share_a_channel() -> None:
     async with hung_engine() as server, EngineClient(server.url) as engine:
         planner, found = Pair(engine), set[str]()
         request = CallRequest(server.url, "m", client=engine)
@@ -477,7 +443,7 @@ async def test_a_text_that_is_rewritten_is_not_heard(planner: Pair) -> None:
             assert not call.text.written
 
 
-async def test_a_request_says_how_long_its_agents_last_answers_were(planner: Pair) -> None:
+async def test_requests_say_the_lengths_of_answers(planner: Pair) -> None:
     """In a header, since servers may refuse fields that they do not know."""
 
     def call(agent: str, answered: int) -> str | None:
@@ -491,9 +457,7 @@ async def test_a_request_says_how_long_its_agents_last_answers_were(planner: Pai
     assert [call("a", 30), call("b", 5)] == ["30", None]
 
 
-async def test_a_link_is_open_before_the_next_to_its_engine_is_made_unless_that_takes_long() -> (
-    None
-):
+async def test_a_link_is_open_before_the_next_to_its_engine() -> None:
     host = TaskHost("A link failed")
     async with hung_engine() as server, EngineClient(server.url) as engine:
         for number in range(5):
@@ -524,7 +488,7 @@ def call_tools(planner: Pair, text: str = "") -> None:
     writer.on_finish(result)
 
 
-async def test_a_result_waits_for_those_before_it(planner: Pair) -> None:
+async def test_a_result_waits_for_earlier_results(planner: Pair) -> None:
     call_tools(planner)
     link = await planner.linked("writer", "Go.\nlook() '")
     planner.tools.add_result(planner.own, WALK, "2 h")
@@ -545,7 +509,7 @@ async def test_the_last_result_is_left_to_the_request(planner: Pair) -> None:
     assert planner.link_to("writer") is None and link.is_over
 
 
-async def test_tools_that_end_at_once_make_no_link_and_no_late_call(planner: Pair) -> None:
+async def test_fast_tools_make_no_link_and_no_late_call(planner: Pair) -> None:
     call_tools(planner)
     for tool in (LOOK, WALK):
         planner.tools.add_result(planner.own, tool, "")
@@ -554,13 +518,11 @@ async def test_tools_that_end_at_once_make_no_link_and_no_late_call(planner: Pai
     await planner.planned(renders=0)
     assert planner.link_to("writer") is None and not planner.renders
     planner.begin("writer", REQUEST)
-    assert not any(event.late for event in planner.events if isinstance(event, CallStarted))
+    assert not any(planner.late())
 
 
 @pytest.mark.parametrize("is_rendering", [False, True])
-async def test_a_request_that_is_given_up_is_not_linked_any_more(
-    planner: Pair, is_rendering: bool
-) -> None:
+async def test_a_request_that_is_given_up_is_not_linked(planner: Pair, is_rendering: bool) -> None:
     if is_rendering:
         planner.may_render = anyio.Event()
         call_tools(planner)
@@ -572,14 +534,14 @@ async def test_a_request_that_is_given_up_is_not_linked_any_more(
     planner.may_render.set()
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None
-    # What is not held any more changes nothing.
+    # Later news change nothing.
     planner.tools.add_result(planner.own, LOOK, "")
     planner.tools.give_up(planner.own)
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None
 
 
-async def test_a_request_is_not_held_for_ever(
+async def test_a_request_is_not_expected_for_ever(
     planner: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashmoa.link.after_tools.SLOWEST_TOOL_SECONDS", 0.05)

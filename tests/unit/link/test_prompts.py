@@ -11,22 +11,7 @@ from hypothesis import strategies as st
 from flashmoa.link.prompt import Placeholders, Prompt, Slot
 
 
-def test_the_frontier_stops_inside_the_first_open_slot() -> None:
-    first, second = Slot("first"), Slot("second")
-    prompt = Prompt(["<", first, "|", second, ">"])
-    assert prompt.take() == "<"
-    second.append("later")
-    assert prompt.take() == ""
-    first.append("now")
-    assert prompt.take() == "now"
-    first.close()
-    assert prompt.take() == "|later"
-    second.close()
-    assert prompt.take() == ">"
-    assert prompt.is_complete
-
-
-def test_stripped_white_space_is_withheld_until_it_is_certain() -> None:
+def test_stripped_white_space_is_withheld() -> None:
     slot = Slot("upstream", strip_start=True, strip_end=True)
     prompt = Prompt(["[", slot, "]"])
     slot.append("  \n a ")
@@ -37,17 +22,13 @@ def test_stripped_white_space_is_withheld_until_it_is_certain() -> None:
     assert prompt.take() == "]"
 
 
-def test_nothing_can_be_added_to_a_closed_slot() -> None:
-    slot = Slot("upstream")
-    slot.close()
-    with pytest.raises(ValueError, match="upstream"):
-        slot.append("more")
-
-
-def test_a_prompt_cannot_contain_a_slot_twice() -> None:
+def test_a_slot_is_there_once_and_closed_for_ever() -> None:
     slot = Slot("upstream")
     with pytest.raises(ValueError, match="twice"):
         Prompt([slot, slot])
+    slot.close()
+    with pytest.raises(ValueError, match="upstream"):
+        slot.append("more")
 
 
 @given(
@@ -81,7 +62,7 @@ def test_pieces_in_any_order_make_the_whole_prompt(
     strips=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_a_model_server_always_has_the_stable_text_although_texts_are_replaced(
+def test_a_server_has_the_stable_text_of_any_course(
     strips: list[tuple[bool, bool]], data: st.DataObject
 ) -> None:
     """It puts each piece after as many of its characters as the prompt says."""
@@ -133,7 +114,7 @@ def naive(prompt: Prompt, slots: list[Slot], written: dict[int, str]) -> str:
     return text
 
 
-def test_a_text_that_is_replaced_beyond_the_frontier_takes_nothing_back() -> None:
+def test_a_change_beyond_the_frontier_takes_none_back() -> None:
     first, second = Slot("first"), Slot("second")
     prompt = Prompt([first, second])
     second.append("later")
@@ -147,7 +128,7 @@ def test_a_text_that_is_replaced_beyond_the_frontier_takes_nothing_back() -> Non
     assert (prompt.take_back(), prompt.take(), prompt.take_back()) == (3, "", None)
 
 
-def test_a_prompt_that_starts_again_or_becomes_another_keeps_what_is_right() -> None:
+def test_a_prompt_that_restarts_or_becomes_another() -> None:
     slot, same = Slot("A"), Slot("A")
     prompt = Prompt(["So ", slot])
     slot.append("far")
@@ -161,30 +142,21 @@ def test_a_prompt_that_starts_again_or_becomes_another_keeps_what_is_right() -> 
     assert (prompt.take_back(), prompt.take()) == (None, "So good")
 
 
-def test_a_prompt_can_be_replaced_by_one_with_a_longer_certain_part() -> None:
-    unsettled = Slot("?")
-    prompt = Prompt(["So ", unsettled])
+def test_a_prompt_becomes_a_more_certain_prompt() -> None:
+    prompt = Prompt(["So ", Slot("?")])
     assert prompt.take() == "So "
     first, second = Slot("A"), Slot("B")
     first.append("far")
     prompt.become(Prompt(["So ", first, " and ", second]))
     assert (prompt.take(), prompt.take()) == ("far", "")
-    first.close()
-    assert prompt.take() == " and "
-    assert prompt.slots == (first, second) and not prompt.is_complete
-
-
-def test_a_prompt_cannot_be_replaced_by_one_with_a_different_beginning() -> None:
-    slot = Slot("A")
-    prompt = Prompt(["So ", slot])
-    slot.append("far")
-    assert prompt.take() == "So far"
     with pytest.raises(ValueError, match="already sent"):
         prompt.become(Prompt(["So good"]))
-    assert prompt.slots == (slot,) and prompt.take() == ""
+    assert prompt.slots == (first, second) and prompt.take() == ""
+    first.close()
+    assert prompt.take() == " and " and not prompt.is_complete
 
 
-def test_a_text_that_is_in_a_prompt_twice_has_two_slots_of_its_name() -> None:
+def test_a_text_in_two_places_has_two_slots() -> None:
     placeholders = Placeholders(["first", "second"])
     first, second = placeholders.padded("first"), placeholders.padded("second")
     prompt = placeholders.build_prompt(f"<{first}|{second}|{first}>")

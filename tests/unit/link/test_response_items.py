@@ -64,9 +64,7 @@ def shown(value: Any) -> Any:
 
 
 @given(ITEMS, st.none() | TEXTS)
-def test_what_is_read_of_a_request_is_written_as_it_was(
-    items: list[Any], guide: str | None
-) -> None:
+def test_requests_are_written_as_they_were_read(items: list[Any], guide: str | None) -> None:
     body = {"input": items} if guide is None else {"input": items, "instructions": guide}
     written = write_messages(read_messages(body))
     assert written.get("instructions") == (guide or None)
@@ -110,7 +108,7 @@ def test_a_text_is_a_users_message() -> None:
         {"input": [{"type": "function_call_output", "output": [{"type": "input_file"}]}]},
     ],
 )
-def test_a_prompt_that_is_not_in_its_request_is_unknown(body: dict[str, Any]) -> None:
+def test_a_prompt_beyond_its_request_is_unknown(body: dict[str, Any]) -> None:
     with pytest.raises(NotForecastable):
         read_messages(body)
     assert isinstance(as_chat(body)["messages"], list)

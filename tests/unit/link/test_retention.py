@@ -23,7 +23,11 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    for limit in ("workflow._MOST_MARKED", "workflow._MOST_EXPECTED", "workflow._MOST_NAMES"):
+    for limit in (
+        "workflow.MAX_MARKED_TEXTS",
+        "workflow.MAX_CALLS_AT_ONCE",
+        "link.limits.MAX_REMEMBERED",
+    ):
         monkeypatch.setattr(f"flashmoa.{limit}", 20)
     monkeypatch.setattr("flashmoa.observe.report._MOST_EVENTS", 20)
     server = serve(monkeypatch)
@@ -64,7 +68,7 @@ async def test_a_workflow_keeps_nothing_of_its_requests(flow: Workflow, server: 
     assert await kept_by(expect) < 1
 
 
-async def test_failures_that_nobody_awaits_are_logged_and_not_kept(
+async def test_unawaited_failures_are_logged_and_not_kept(
     flow: Workflow, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
@@ -83,9 +87,7 @@ async def test_failures_that_nobody_awaits_are_logged_and_not_kept(
     assert await kept_by(fail) < 1
 
 
-async def test_a_text_that_ends_while_its_readers_prompt_is_rendered_keeps_no_link(
-    flow: Workflow, server: FakeServer
-) -> None:
+async def test_a_text_that_ends_early_keeps_no_link(flow: Workflow, server: FakeServer) -> None:
     draft, other = flow.text(), flow.text("other")
     answer = server.answer
 
@@ -101,7 +103,7 @@ async def test_a_text_that_ends_while_its_readers_prompt_is_rendered_keeps_no_li
     assert draft._links == []
 
 
-async def test_a_mark_is_resolved_while_its_text_may_be_meant_and_refused_after_that(
+async def test_a_mark_whose_text_is_gone_is_refused(
     flow: Workflow,
 ) -> None:
     async def marked(number: int) -> str:
@@ -117,7 +119,7 @@ async def test_a_mark_is_resolved_while_its_text_may_be_meant_and_refused_after_
         flow.ask(user(f"Read {marks[0]}"))
 
 
-async def test_a_text_that_is_being_written_is_known_however_many_follow(flow: Workflow) -> None:
+async def test_an_unfinished_text_is_always_known(flow: Workflow) -> None:
     long = flow.text("long")
     prompt = f"Read {long}"
     for number in range(50):
@@ -127,14 +129,14 @@ async def test_a_text_that_is_being_written_is_known_however_many_follow(flow: W
     assert await reader == "The quick brown fox."
 
 
-async def test_a_name_is_not_used_twice_while_its_first_text_is_in_use(flow: Workflow) -> None:
+async def test_a_name_in_use_is_not_given_again(flow: Workflow) -> None:
     first = flow.text("a")
     for number in range(50):
         flow.text(f"other {number}")
     assert (first.name, flow.text("a").name) == ("a", "a-2")
 
 
-async def test_threads_and_loops_that_share_a_client_get_equal_answers_and_leave_nothing(
+async def test_threads_that_share_a_client_leave_nothing(
     server: FakeServer,
 ) -> None:
     engine, answers = EngineClient(URL), set[str]()

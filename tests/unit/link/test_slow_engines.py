@@ -71,7 +71,7 @@ def for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("for_ever")
-async def test_other_candidates_are_linked_while_one_engine_hangs() -> None:
+async def test_others_are_linked_while_one_engine_hangs() -> None:
     async with engines() as ((hung, *others), clients):
         planner = Candidates(clients)
         for times in (1, 2):
@@ -92,7 +92,7 @@ async def test_other_candidates_are_linked_while_one_engine_hangs() -> None:
         assert not planner.links._making[hung.url].locked()
 
 
-async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_while(
+async def test_a_silent_engine_is_not_asked_for_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(soon, "SOON_SECONDS", 0.5)
@@ -116,7 +116,7 @@ def declined(planner: Candidates) -> list[LinkDeclined]:
     return [event for event in planner.events if isinstance(event, LinkDeclined)]
 
 
-async def test_an_engine_is_asked_a_few_times_at_once_and_each_has_its_own_time() -> None:
+async def test_an_engine_is_asked_a_few_times_at_once() -> None:
     engine = EngineClient("http://busy")
     inside, most, asked, goes_on = 0, 0, 0, anyio.Event()
     released = float("inf")
@@ -145,7 +145,7 @@ async def test_an_engine_is_asked_a_few_times_at_once_and_each_has_its_own_time(
     "refusal",
     [None, errors.BadAnswer(), errors.PluginMissing(), errors.RequestRefused("no", 500, "no")],
 )
-async def test_an_engine_that_answers_others_meanwhile_is_not_left_out(
+async def test_an_engine_that_answers_others_is_asked(
     refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = EngineClient("http://slow")

@@ -41,7 +41,7 @@ def appended(engine: HungEngine) -> list[dict[str, Any]]:
     return [{name: body[name] for name in body.keys() - {"seq"}} for body in bodies]
 
 
-async def test_an_answer_that_departs_from_its_text_replaces_its_end_only() -> None:
+async def test_an_answer_that_differs_replaces_the_end() -> None:
     text = Text("writer")
     async with linked(text, "Read: ", Slot("writer"), "!") as (engine, link):
         await engine.until("open")
@@ -57,7 +57,7 @@ async def test_an_answer_that_departs_from_its_text_replaces_its_end_only() -> N
         assert link.claim() == "s0"
 
 
-async def test_a_text_that_is_withdrawn_is_replaced_by_nothing_and_then_by_the_next_one() -> None:
+async def test_a_withdrawn_text_makes_room_for_the_next() -> None:
     draft, final = Text("writer"), Text("writer")
     async with linked(draft, "Read: ", Slot("writer"), "!") as (engine, link):
         await engine.until("open")
@@ -79,7 +79,7 @@ async def test_a_text_that_is_withdrawn_is_replaced_by_nothing_and_then_by_the_n
     ]
 
 
-async def test_text_that_is_taken_back_before_it_was_sent_is_never_sent() -> None:
+async def test_text_taken_back_unsent_is_never_sent() -> None:
     text = Text("writer")
     async with linked(text, "Read: ", Slot("other"), Slot("writer")) as (engine, link):
         await engine.until("open")
@@ -91,7 +91,7 @@ async def test_text_that_is_taken_back_before_it_was_sent_is_never_sent() -> Non
     assert appended(engine) == [{"text": "both: final", "end": True}]
 
 
-async def test_text_that_is_taken_back_while_its_stream_is_opened_is_replaced() -> None:
+async def test_text_taken_back_while_opening_is_replaced() -> None:
     text = Text("writer")
     text.write("draft")
     async with linked(text, Slot("writer")) as (engine, _):
@@ -113,7 +113,7 @@ async def test_a_text_that_has_ended_is_not_withdrawn() -> None:
     assert text.written == "whole"
 
 
-async def test_a_followed_text_is_sent_with_what_a_new_prompt_has_before_it() -> None:
+async def test_a_followed_text_continues_in_a_new_prompt() -> None:
     """A call of the next run is followed by the link of the run before, until the next plan."""
     text = Text("writer")
     async with linked(text, "One. ", Slot("writer"), "!", follows=True) as (engine, link):

@@ -40,7 +40,7 @@ async def test_leaving_a_text_by_an_exception_fails_it() -> None:
         assert len(raised.traceback) == 3
 
 
-async def test_a_text_that_has_ended_keeps_one_string_and_readers_get_every_piece() -> None:
+async def test_readers_get_every_part_of_a_text() -> None:
     text = Text("draft")
     text.write("a ")
     text.write("good ")
@@ -52,7 +52,7 @@ async def test_a_text_that_has_ended_keeps_one_string_and_readers_get_every_piec
     assert [piece async for piece in text] == ["a good plan"]
 
 
-async def test_a_reader_of_pieces_is_told_if_another_text_took_their_place() -> None:
+async def test_a_reader_is_told_if_its_parts_were_replaced() -> None:
     text = Text("draft")
     fresh, behind, waiting = aiter(text), aiter(text), aiter(text)
     first = asyncio.ensure_future(anext(fresh))
@@ -108,7 +108,7 @@ class _Message(BaseModel):
         (lambda text: TypeAdapter(list[str]).validate_python([text]), ValidationError),
     ],
 )
-async def test_what_takes_only_strings_refuses_a_text_rather_than_read_its_mark(
+async def test_readers_of_strings_refuse_a_text(
     use: Callable[[Any], object], error: type[Exception], is_complete: bool
 ) -> None:
     text = Text("draft")
@@ -119,7 +119,7 @@ async def test_what_takes_only_strings_refuses_a_text_rather_than_read_its_mark(
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
-async def test_a_text_has_no_length_characters_or_methods_of_strings(is_complete: bool) -> None:
+async def test_a_text_is_not_used_like_a_string(is_complete: bool) -> None:
     text: Any = Text("draft")
     if is_complete:
         text.finish("a plan")

@@ -74,6 +74,17 @@ def workflow(engine: Engine) -> Workflow:
     return Workflow(engine, ahead="nothing")  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+async def flow(engine: Engine) -> AsyncGenerator[Workflow]:
+    async with workflow(engine) as flow:
+        yield flow
+
+
 def user(content: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": content}]
 
@@ -81,35 +92,34 @@ def user(content: object) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("model", "problem"), [("none", "the answer was cut off"), ("abort", "aborted its answer")]
 )
-async def test_answer_that_is_cut_off_fails_and_no_one_reads_it(model: str, problem: str) -> None:
-    engine = Engine()
-    async with workflow(engine) as flow:
-        answer = flow.ask(user("?"), model=model)
-        reader = flow.ask(user(f"Read {answer}"), model="stop")
-        for text in (answer, reader):
-            with pytest.raises(BadAnswer, match=problem):
-                await text
+async def test_a_cut_answer_fails_and_is_not_read(
+    flow: Workflow, engine: Engine, model: str, problem: str
+) -> None:
+    answer = flow.ask(user("?"), model=model)
+    reader = flow.ask(user(f"Read {answer}"), model="stop")
+    for text in (answer, reader):
+        with pytest.raises(BadAnswer, match=problem):
+            await text
     assert engine.contents == ["?"]
 
 
-async def test_answers_are_only_read_and_texts_are_written() -> None:
-    async with workflow(Engine()) as flow:
-        answer, text = flow.ask(user("?"), model="stop"), flow.text()
-        written = flow.version(answer)
-        for name in ("write", "close", "finish", "fail", "__enter__"):
-            assert not hasattr(answer, name)
-            assert hasattr(text, name) and hasattr(written, name)
-        reader = flow.ask(user(f"{text} {written} {answer.name}"), model="stop")
-        text.write("Read ")
-        text.finish("Read this:")
-        written.write(await answer)
-        written.close()
-        assert await reader == "It is 18."
+async def test_answers_are_only_read_and_texts_are_written(flow: Workflow) -> None:
+    answer, text = flow.ask(user("?"), model="stop"), flow.text()
+    written = flow.version(answer)
+    for name in ("write", "close", "finish", "fail", "__enter__"):
+        assert not hasattr(answer, name)
+        assert hasattr(text, name) and hasattr(written, name)
+    reader = flow.ask(user(f"{text} {written} {answer.name}"), model="stop")
+    text.write("Read ")
+    text.finish("Read this:")
+    written.write(await answer)
+    written.close()
+    assert await reader == "It is 18."
     assert answer.finish_reason == "stop"
 
 
-async def test_text_that_could_not_be_replaced_is_refused() -> None:
-    async with workflow(Engine()) as flow, workflow(Engine()) as other:
+async def test_text_that_could_not_be_replaced_is_refused(flow: Workflow) -> None:
+    async with workflow(Engine()) as other:
         foreign, draft = other.text("foreign"), flow.text("draft")
         with pytest.raises(ValueError, match="'foreign' is a text of another workflow"):
             flow.ask(user(f"Read {foreign}"))
@@ -123,17 +133,16 @@ async def test_text_that_could_not_be_replaced_is_refused() -> None:
         assert await quoted == "It is 18."
 
 
-async def test_reader_does_not_wait_for_other_texts_once_one_has_failed() -> None:
-    async with workflow(Engine()) as flow:
-        unwritten, failed = flow.text("unwritten"), flow.text("failed")
-        reader = flow.ask(user(f"{unwritten} {failed}"))
-        failed.fail(RuntimeError("no"))
-        with anyio.fail_after(5), pytest.raises(RuntimeError, match="no"):
-            await reader
+async def test_a_failed_text_ends_the_wait_for_others(flow: Workflow) -> None:
+    unwritten, failed = flow.text("unwritten"), flow.text("failed")
+    reader = flow.ask(user(f"{unwritten} {failed}"))
+    failed.fail(RuntimeError("no"))
+    with anyio.fail_after(5), pytest.raises(RuntimeError, match="no"):
+        await reader
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit()])
-async def test_readers_of_a_cancelled_writer_are_not_cancelled(error: BaseException) -> None:
+async def test_a_cancelled_writer_cancels_no_readers(error: BaseException) -> None:
     text = Text("draft")
     with pytest.raises(type(error)), text:
         raise error
@@ -142,9 +151,8 @@ async def test_readers_of_a_cancelled_writer_are_not_cancelled(error: BaseExcept
     assert raised.value.__cause__ is error and text.failure == "cancel"
 
 
-async def test_names_of_texts_differ() -> None:
-    async with workflow(Engine()) as flow:
-        names = [flow.text(name).name for name in ("a", "a-2", "a", "a", "b")]
+async def test_names_of_texts_differ(flow: Workflow) -> None:
+    names = [flow.text(name).name for name in ("a", "a-2", "a", "a", "b")]
     assert names == ["a", "a-2", "a-3", "a-4", "b"]
 
 
@@ -177,23 +185,22 @@ async def test_tasks_end_before_a_cancelled_close_returns() -> None:
         ("base", {"model": "stop", "cache_salt": "s"}, {"cache_salt": "s"}),
     ],
 )
+@pytest.mark.parametrize("of_client", [{}, {"extra_key": "tenant"}])
 async def test_a_link_is_in_the_namespace_of_its_request(
-    model: str, own: dict[str, str], namespace: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    model: str,
+    own: dict[str, str],
+    namespace: dict[str, str],
+    of_client: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     namespaces: list[object] = []
     monkeypatch.setattr(
         Workflow, "_link", lambda *given: namespaces.append(kv_namespace(given[-1]))
     )
-    async with workflow(Engine(model)) as flow:
+    async with workflow(Engine(model, **of_client)) as flow:
         draft = flow.ask(user("Draft."), model="stop")
         await flow.ask(user(f"Shorten {draft}"), **own)
-    assert namespaces == [namespace]
-    # The request has the namespace of the engine's client, too.
-    namespaces.clear()
-    async with workflow(Engine(model, extra_key="tenant")) as flow:
-        draft = flow.ask(user("Draft."), model="stop")
-        await flow.ask(user(f"Shorten {draft}"), **own)
-    assert namespaces == [{**namespace, "extra_key": "tenant"}]
+    assert namespaces == [{**namespace, **of_client}]
 
 
 async def test_call_that_was_cancelled_elsewhere_is_named() -> None:
@@ -206,32 +213,28 @@ async def test_call_that_was_cancelled_elsewhere_is_named() -> None:
         await all_of([cancelled])
 
 
-async def test_many_escaped_brackets_are_no_marks() -> None:
+async def test_many_escaped_brackets_are_no_marks(flow: Workflow) -> None:
     """They were searched from each one to the end of the string."""
     text = json.dumps({"semantics": "\u27e6x\u27e7 " * 200 + "\u27e6" * 20_000})
     assert text.count("u27e6") == 20_200
-    engine = Engine()
     with anyio.fail_after(5):
-        async with workflow(engine) as flow:
-            assert await flow.ask(user(text), model="stop") == "It is 18."
+        assert await flow.ask(user(text), model="stop") == "It is 18."
 
 
-async def test_prompts_are_built_of_texts_as_of_strings() -> None:
-    engine = Engine()
-    async with workflow(engine) as flow:
-        draft = flow.text("draft")
-        uses: list[object] = [draft, [{"type": "text", "text": draft}]]
-        uses += [f"{draft!r}", "Read " + draft, draft + "!", "%s" % draft]  # noqa: UP031
-        uses += [
-            "\n".join(map(str, [draft, "all"])),
-            f"Read {[draft]}",
-            f"Read { {'it': draft} }",
-            f"{draft}",
-            json.dumps([f"{draft}"], ensure_ascii=False),
-        ]
-        answers = [flow.ask(user(use), model="stop") for use in uses]
-        draft.finish("it")
-        assert {await answer for answer in answers} == {"It is 18."}
+async def test_prompts_are_built_of_texts_as_of_strings(flow: Workflow, engine: Engine) -> None:
+    draft = flow.text("draft")
+    uses: list[object] = [draft, [{"type": "text", "text": draft}]]
+    uses += [f"{draft!r}", "Read " + draft, draft + "!", "%s" % draft]  # noqa: UP031
+    uses += [
+        "\n".join(map(str, [draft, "all"])),
+        f"Read {[draft]}",
+        f"Read { {'it': draft} }",
+        f"{draft}",
+        json.dumps([f"{draft}"], ensure_ascii=False),
+    ]
+    answers = [flow.ask(user(use), model="stop") for use in uses]
+    draft.finish("it")
+    assert {await answer for answer in answers} == {"It is 18."}
     expected = [
         "it",
         [{"type": "text", "text": "it"}],
@@ -251,47 +254,40 @@ async def test_prompts_are_built_of_texts_as_of_strings() -> None:
 @pytest.mark.parametrize(
     "name", ["extra_headers", "timeout", "stream", "functions", "function_call"]
 )
-async def test_parameters_of_other_clients_are_refused(name: str) -> None:
-    async with workflow(Engine()) as flow:
-        with pytest.raises(TypeError, match=f"no parameter '{name}'"):
-            flow.ask(user("?"), **{name: 1})
+async def test_parameters_of_other_clients_are_refused(flow: Workflow, name: str) -> None:
+    with pytest.raises(TypeError, match=f"no parameter '{name}'"):
+        flow.ask(user("?"), **{name: 1})
 
 
 @pytest.mark.parametrize("messages", ["?", ["?"], {"role": "user", "content": "?"}])
-async def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
-    async with workflow(Engine()) as flow:
-        with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
-            flow.ask(messages)
-        with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
-            flow.expect(messages)
+async def test_what_is_no_list_of_messages_is_refused(flow: Workflow, messages: Any) -> None:
+    with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
+        flow.ask(messages)
+    with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
+        flow.expect(messages)
 
 
-async def test_messages_may_come_one_by_one() -> None:
-    engine = Engine()
-    async with workflow(engine) as flow:
-        draft = flow.ask(user("Draft."))
-        messages: Any = iter(user(f"Shorten: {draft}"))
-        await flow.ask(messages)
-        assert engine.contents == ["Draft.", f"Shorten: {await draft}"]
+async def test_messages_may_come_one_by_one(flow: Workflow, engine: Engine) -> None:
+    draft = flow.ask(user("Draft."))
+    messages: Any = iter(user(f"Shorten: {draft}"))
+    await flow.ask(messages)
+    assert engine.contents == ["Draft.", f"Shorten: {await draft}"]
 
 
-async def test_extra_body_is_part_of_the_body() -> None:
-    engine = Engine()
-    async with workflow(engine) as flow:
-        await flow.ask(user("?"), max_tokens=3, extra_body={"guided_regex": "a*"})
-        with pytest.raises(TypeError, match="extra_body cannot have 'messages'"):
-            flow.ask(user("?"), extra_body={"messages": []})
-        several: dict[str, Any]
-        for several in ({"n": 2}, {"extra_body": {"n": 2}}):
-            with pytest.raises(ValueError, match="n is 2; an answer is one text"):
-                flow.ask(user("?"), **several)
+async def test_extra_body_is_part_of_the_body(flow: Workflow, engine: Engine) -> None:
+    await flow.ask(user("?"), max_tokens=3, extra_body={"guided_regex": "a*"})
+    with pytest.raises(TypeError, match="extra_body cannot have 'messages'"):
+        flow.ask(user("?"), extra_body={"messages": []})
+    several: dict[str, Any]
+    for several in ({"n": 2}, {"extra_body": {"n": 2}}):
+        with pytest.raises(ValueError, match="n is 2; an answer is one text"):
+            flow.ask(user("?"), **several)
     assert engine.bodies == [{"max_tokens": 3, "guided_regex": "a*"}]
 
 
-async def test_tool_calls_of_an_answer_are_available() -> None:
-    async with workflow(Engine()) as flow:
-        answer = flow.ask(user("?"), model="tool_calls", tools=[{"type": "function"}])
-        assert await answer == "" and answer.finish_reason == "tool_calls"
+async def test_tool_calls_of_an_answer_are_available(flow: Workflow) -> None:
+    answer = flow.ask(user("?"), model="tool_calls", tools=[{"type": "function"}])
+    assert await answer == "" and answer.finish_reason == "tool_calls"
     functions = [call["function"] for call in answer.tool_calls]
     assert [call["id"] for call in answer.tool_calls] == ["c0", "c1"]
     look, walk = functions
@@ -313,7 +309,7 @@ async def test_an_error_that_nobody_awaited_is_logged(caplog: pytest.LogCaptureF
     assert failed == ["lost", "reader"]
 
 
-def test_a_workflow_can_be_made_outside_of_a_loop_and_is_used_inside_its_block() -> None:
+def test_a_workflow_is_used_in_its_block() -> None:
     engine = Engine()
     flow = workflow(engine)
     with pytest.raises(RuntimeError, match="use it inside `async with Workflow"):
@@ -328,7 +324,7 @@ def test_a_workflow_can_be_made_outside_of_a_loop_and_is_used_inside_its_block()
     assert asyncio.run(run()) == "It is 18."
 
 
-async def test_leaving_a_workflow_in_another_task_says_so_and_cancels_its_requests() -> None:
+async def test_leaving_a_workflow_in_another_task() -> None:
     flow, may_leave = workflow(Engine()), asyncio.Event()
     waiting: list[Text] = []
 
@@ -347,7 +343,7 @@ async def test_leaving_a_workflow_in_another_task_says_so_and_cancels_its_reques
     await entering
 
 
-async def test_what_shapes_a_prompt_is_part_of_its_prediction() -> None:
+async def test_fields_of_a_prompt_are_rendered() -> None:
     engine = Engine()
     fields: dict[str, Any] = {
         "tools": [{"type": "function"}],
@@ -365,7 +361,7 @@ async def test_what_shapes_a_prompt_is_part_of_its_prediction() -> None:
     assert engine.rendered == [{**fields, "thinking": True}]
 
 
-async def test_a_problem_of_rendering_is_logged_once_whatever_its_words_are(
+async def test_a_problem_of_rendering_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flashmoa.link.prompt_feed._logged", set())
@@ -383,7 +379,7 @@ async def test_a_problem_of_rendering_is_logged_once_whatever_its_words_are(
     assert len(flow.report.calls) == 3
 
 
-async def test_requests_and_expected_ones_are_in_the_namespace_of_the_client() -> None:
+async def test_requests_are_in_the_namespace_of_the_client() -> None:
     namespace = {"cache_salt": "tenant"}
     async with (
         hung_engine() as engine,

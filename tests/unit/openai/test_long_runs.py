@@ -31,12 +31,11 @@ def limits(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
     """Have the limits reached in a few calls."""
     learned_runs._warn_of_size.cache_clear()
     for limit, value in {
-        "link.learned_runs._MOST_BYTES": 100_000,
-        "link.learned_runs._MOST_PASSING": 5,
-        "link.learned_runs._MOST_NAMES": 5,
-        "link.calls._MOST_AGENTS": 5,
-        "link.after_tools.MAX_RUNNING": 5,
-        "link.learned_links._MOST_SENT": 5,
+        "link.learned_runs.MAX_RECORDED_BYTES": 100_000,
+        "link.learned_runs.MAX_CALLS_AT_ONCE": 5,
+        "link.learned_links.MAX_CALLS_AT_ONCE": 5,
+        "link.after_tools.MAX_CALLS_AT_ONCE": 5,
+        "link.limits.MAX_REMEMBERED": 5,
         "openai.runs._MAX_ENGINES": 5,
         "observe.report._MAX_EVENTS": 5,
     }.items():

@@ -12,14 +12,13 @@ from flashmoa.moa.results import (
     Substitution,
     Vote,
 )
-from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
+from flashmoa.moa.settings import Limits, Quorum, Steps
 from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
 from flashmoa.moa.topology import Topology
 
 __all__ = [
     "AgentAnswer",
     "AggregationPrompt",
-    "Budget",
     "Debate",
     "DebatePrompt",
     "Decision",

@@ -11,13 +11,13 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import anyio
 
-from flashmoa import Answer, FlashMoAError, UpstreamCancelled, Workflow
+from flashmoa import Answer, UpstreamCancelled, Workflow
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
 from flashmoa.engine.wire import Delta
 from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
@@ -25,57 +25,14 @@ from flashmoa.link.streamed_text import find_marks
 from flashmoa.moa.early_exit import confidence
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import GrowingPrompt, Message, Messages, add_role
-from flashmoa.moa.results import AgentAnswer, Spending, StaircaseRound
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Budget, Limits, has_grammar, token_limit
+from flashmoa.moa.results import AgentAnswer, StaircaseRound
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Limits, has_grammar, token_limit
 from flashmoa.workflow import Pending
 
 # An answer may have a few more pieces than tokens, since engines hold text back and release it.
 _MORE_PIECES = 16
 # How long an engine that did not answer is asked last.
 _SILENT_SECONDS = 60.0
-
-
-class BudgetSpent(FlashMoAError):
-    """Raised when an agent is not asked because the question's budget is spent."""
-
-
-@dataclass(slots=True)
-class Inquiry:
-    """What all agents of one question share.
-
-    Attributes:
-        limits: the limits of models that have none of their own.
-        agents: every agent so far.
-    """
-
-    flow: Workflow
-    limits: Limits = field(default_factory=Limits)
-    budget: Budget | None = None
-    agents: list[Agent] = field(default_factory=list["Agent"])
-
-    def spending(self) -> Spending:
-        """Return what the question has cost so far."""
-        spent = PromptUsage.total([agent.spent() for agent in self.agents])
-        total = spent.prompt_tokens + spent.completion_tokens
-        left = None if self.budget is None else max(0, self.budget.tokens - total)
-        return Spending(spent.prompt_tokens, spent.completion_tokens, left)
-
-    def check_budget(self, *, is_last: bool) -> None:
-        """Check that a further agent may be asked.
-
-        Args:
-            is_last: whether it writes the question's answer, for which tokens are reserved.
-
-        Raises: BudgetSpent if it may not.
-        """
-        if self.budget is None:
-            return
-        spending, reserve = self.spending(), 0 if is_last else self.budget.reserve
-        if (spending.tokens_left or 0) <= reserve:
-            raise BudgetSpent(
-                f"the budget of {self.budget.tokens} tokens is spent: {spending.tokens} are used"
-                + (f", and {reserve} are kept for the last answer" if reserve else "")
-            )
 
 
 @dataclass(slots=True)
@@ -145,7 +102,7 @@ class Agent(Answer):
     Args:
         layer, place: its position, from 0. In events its name is ``LAYER.PLACE`` from 1, and the
             name of a request on a staircase ``LAYER.PLACE.ROUND``.
-        is_last: whether it writes the question's answer; see :class:`Budget`.
+        limits: the limits of a model that has none of its own.
         continues: text of the answer that another agent has written.
 
     Attributes:
@@ -157,12 +114,12 @@ class Agent(Answer):
 
     def __init__(
         self,
-        inquiry: Inquiry,
+        flow: Workflow,
+        limits: Limits,
         layer: int,
         place: int,
         model: Model,
         *,
-        is_last: bool = False,
         continues: str = "",
     ) -> None:
         super().__init__(f"{layer + 1}.{place + 1}")
@@ -171,10 +128,9 @@ class Agent(Answer):
         self.asked = anyio.Event()
         self.waiting = 0
         self.error: Exception | None = None
-        self._inquiry = inquiry
+        self._flow = flow
         self._sampling = {**model.sampling}
-        self._limits = model.limits or inquiry.limits
-        self._is_last = is_last
+        self._limits = model.limits or limits
         self._continues = continues
         self._requests: list[_Request] = []
         # The number of requests before those that write the present part of the answer.
@@ -185,7 +141,6 @@ class Agent(Answer):
         # The next request, until it is sent, and what announces it when the present part begins.
         self._announced: Pending | None = None
         self._announce_next: Callable[[], Pending] | None = None
-        inquiry.agents.append(self)
 
     def spent(self) -> PromptUsage:
         """Return the usage of all requests so far, partly estimated."""
@@ -242,7 +197,6 @@ class Agent(Answer):
         if find_marks(messages):
             self._announced = self._announce(messages, self.name)
             messages = await self._announced.messages()
-        self._inquiry.check_budget(is_last=self._is_last)
         await self._write_part(messages, None)
 
     async def _write_in_rounds(self, prompt: GrowingPrompt) -> None:
@@ -259,8 +213,6 @@ class Agent(Answer):
         for number, size in enumerate(prompt.steps.sizes()):
             messages = await self._announced.messages()
             prompt.raise_if_all_failed()
-            if not number:
-                self._inquiry.check_budget(is_last=self._is_last)
             step = StaircaseRound(time.time())
             self.record.steps.append(step)
             if number and context and not await self.model.fits(messages, context):
@@ -310,7 +262,7 @@ class Agent(Answer):
         """Announce a request, so that its prompt is prefilled while the texts in it are written."""
         self.model = self.model.with_silent_engines_last()
         parameters: dict[str, Any] = {**self._sampling, "model": self.model.model}
-        return self._inquiry.flow.expect(
+        return self._flow.expect(
             messages,
             engine=self.model.engine,
             name=name,
@@ -395,7 +347,7 @@ class Agent(Answer):
         if self.record.steps:
             name = f"{name}.{len(self.record.steps)}"
         try:
-            await self._inquiry.flow.send(
+            await self._flow.send(
                 self, messages, body, engine=self._engine, pending=pending, agent=name
             )
         except (EngineUnreachable, RequestRefused):

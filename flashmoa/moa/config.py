@@ -32,7 +32,7 @@ from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
 from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt, Layout, Memory
 from flashmoa.moa.run import System, SystemSettings
-from flashmoa.moa.settings import NO_OTHERS, Budget, Count, Limits, Quorum, Sampling, Steps, suggest
+from flashmoa.moa.settings import NO_OTHERS, Count, Limits, Quorum, Sampling, Steps, suggest
 from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
 
 # What a header can have.
@@ -216,7 +216,6 @@ class _SystemTable(_PromptTable):
     kind: Literal["mixture", "staircase", "debate"] = "mixture"
     limits: Limits = Limits()
     quorum: Quorum | None = None
-    budget: Budget | None = None
     fallback: _FallbackTable = _FallbackTable()
     layers: list[_LayerTable] = Field(min_length=1)
 
@@ -230,7 +229,7 @@ class _SystemTable(_PromptTable):
     def build_settings(self, file: _File) -> SystemSettings:
         others = [one for each in self.fallback.models for one in each.build(file)]
         fallback = Fallback(others, self.fallback.best_answer)
-        return SystemSettings(limits=self.limits, budget=self.budget, fallback=fallback)
+        return SystemSettings(limits=self.limits, fallback=fallback)
 
     def build_prompt(self, layer: _LayerTable, **defaults: Any) -> AggregationPrompt:
         return AggregationPrompt(**{**defaults, **self.given(), **layer.given()})
@@ -310,7 +309,7 @@ _KINDS: dict[str, type[_SystemTable]] = {
     "debate": _DebateSystemTable,
 }
 _MODELS = (ModelTable, _LayerTable, _FallbackTable, _DebateTable, *_KINDS.values())
-_SETTINGS = (Limits, Quorum, Budget, Steps, _EarlyExitTable)
+_SETTINGS = (Limits, Quorum, Steps, _EarlyExitTable)
 _KEYS = {
     *(name for table in _MODELS for name in table.model_fields),
     *(key.name for table in _SETTINGS for key in fields(table)),

@@ -123,15 +123,10 @@ class AgentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """Records what a question cost, all agents together; partly estimated if some were cancelled.
-
-    Attributes:
-        tokens_left: what is left of the budget; ``None`` without one.
-    """
+    """Records what all agents of a question cost; partly estimated if some were cancelled."""
 
     prompt_tokens: int
     completion_tokens: int
-    tokens_left: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -18,9 +18,10 @@ from typing import Any, TypedDict
 import anyio
 
 from flashmoa import UpstreamCancelled, Workflow
+from flashmoa.engine import PromptUsage
 from flashmoa.link.link import Ahead
 from flashmoa.link.streamed_text import StreamedText
-from flashmoa.moa.agent import Agent, Inquiry
+from flashmoa.moa.agent import Agent
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member, wait_for_several
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
 from flashmoa.moa.final_answer import Extract, FinalAnswer, vote_on_last
@@ -40,10 +41,11 @@ from flashmoa.moa.results import (
     AgentAnswer,
     MixtureFailed,
     Result,
+    Spending,
     common_refusal,
     raise_as_mixture_failed,
 )
-from flashmoa.moa.settings import Budget, Limits, Quorum, Steps, needs_one_request, token_limit
+from flashmoa.moa.settings import Limits, Quorum, Steps, needs_one_request, token_limit
 from flashmoa.moa.topology import ClusterKey, Reads, critical_path
 from flashmoa.observe import Listener
 from flashmoa.observe.events import contained, ignore
@@ -60,14 +62,12 @@ class SystemSettings(TypedDict, total=False):
     Attributes:
         limits: how long agents may take whose models do not say it themselves. An agent that takes
             longer is left out.
-        budget: what a question may cost; ``None``: anything.
         fallback: what answers if the last aggregator fails, or no debater in the last round.
         ahead: which part of prompts is prefilled before their requests; for comparisons.
         listener: called with every event. Agents are named ``LAYER.PLACE``, from 1.
     """
 
     limits: Limits | None
-    budget: Budget | None
     fallback: Fallback | None
     ahead: Ahead
     listener: Listener
@@ -104,7 +104,6 @@ class System(ABC):
         self.early_exit = early_exit
         self.extract = extract
         self.limits = settings.get("limits") or Limits()
-        self.budget = settings.get("budget")
         self.fallback = settings.get("fallback") or Fallback()
         self.ahead: Ahead = settings.get("ahead", "text")
         self.listener = contained(settings.get("listener", ignore))
@@ -216,7 +215,6 @@ class SystemRun:
         self._asked = time.time()
         self._system = system
         self._flow = flow
-        self._inquiry = Inquiry(flow, system.limits, system.budget)
         self._question = question
         self._models = models = system.models(sampling)
         self._sampling = sampling
@@ -246,7 +244,7 @@ class SystemRun:
     @property
     def agents(self) -> Sequence[Agent]:
         """Return every agent so far."""
-        return self._inquiry.agents
+        return [agent for layer in self._agents for agent in layer]
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield the pieces of the answer. Raises: as :meth:`result`."""
@@ -288,7 +286,9 @@ class SystemRun:
             self._final.cancel()
 
     def _make_result(self, text: str, finish_reason: str | None) -> Result:
-        spending, one = self._inquiry.spending(), self._in_one_request_for
+        spending = PromptUsage.total([agent.spent() for agent in self.agents])
+        spending = Spending(spending.prompt_tokens, spending.completion_tokens)
+        one = self._in_one_request_for
         return Result(text, finish_reason, self._records(), spending, in_one_request_for=one)
 
     async def _vote(self) -> Result:
@@ -317,7 +317,6 @@ class SystemRun:
         """Make a layer's requests. Each is sent when what it reads is complete, or has a chunk."""
         system, question = self._system, self._question
         reads = system.reads[layer]
-        is_last = layer == len(self._models) - 1
         if layer:
             self._slots.append({})
         for places in dict.fromkeys(reads):
@@ -335,7 +334,7 @@ class SystemRun:
             # Therefore only answers that early exit scores have them.
             if system.is_scored(layer, place):
                 model = model.with_sampling({"logprobs": True})
-            agents.append(Agent(self._inquiry, layer, place, model, is_last=is_last))
+            agents.append(Agent(self._flow, system.limits, layer, place, model))
             self._flow.start_soon(partial(agents[-1].run, prompt))
         self._agents.append(agents)
 
@@ -442,7 +441,7 @@ class SystemRun:
         layer, model = len(self._models) - 1, model.with_sampling(self._sampling)
         prompt, place = self._system.prompt(layer, 0), len(self._agents[-1])
         slots = await _fill_slots(model, prompt, self._question, answers)
-        agent = Agent(self._inquiry, layer, place, model, is_last=True, continues=written)
+        agent = Agent(self._flow, self._system.limits, layer, place, model, continues=written)
         self._agents[-1].append(agent)
         self._flow.start_soon(partial(agent.run, prompt.messages(self._question, slots)))
         return agent

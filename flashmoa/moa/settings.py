@@ -1,4 +1,4 @@
-"""Define the settings of systems: limits, quorum, budget, steps, and sampling parameters."""
+"""Define the settings of systems: limits, quorum, steps, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -52,30 +52,6 @@ class Quorum:
 
     answers: Count
     seconds: Annotated[float, Field(ge=0)]
-
-
-@validated(config=NO_OTHERS, frozen=True, slots=True)
-class Budget:
-    """What one question may cost. Once that is spent, no further agent is asked.
-
-    Agents that were asked before write on, so that somewhat more is spent. While they write, their
-    tokens are estimated: four characters of a prompt are a token.
-
-    Attributes:
-        tokens: tokens of all prompts and answers together.
-        reserve: how many of them are kept for the agent that writes the last answer.
-
-    Raises: ValueError if a number is out of its range.
-    """
-
-    tokens: Count
-    reserve: Annotated[int, Field(ge=0)] = 0
-
-    def __post_init__(self) -> None:
-        if self.reserve >= self.tokens:
-            raise ValueError(
-                f"reserve is {self.reserve}; it must be less than tokens, which is {self.tokens}"
-            )
 
 
 @validated(config=NO_OTHERS, frozen=True, slots=True)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from flashmoa import EngineClient, Text
-from flashmoa.moa import Model
+from flashmoa.moa import Limits, Model
 from flashmoa.moa import cluster as cluster_module
-from flashmoa.moa.agent import Agent, Inquiry
+from flashmoa.moa.agent import Agent
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
 from flashmoa.moa.early_exit import EarlyExit, Embedding, ScoredAnswers
 from flashmoa.moa.settings import Quorum
@@ -52,9 +52,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def members(*texts: str | None) -> list[Member]:
     """Return a member for each answer; an answer of ``None`` is never written."""
     result: list[Member] = []
-    inquiry = Inquiry(cast("Any", None))
+    flow = cast("Any", None)
     for place, text in enumerate(texts):
-        agent = Agent(inquiry, 0, place, Model(EngineClient("http://127.0.0.1:9")))
+        agent = Agent(flow, Limits(), 0, place, Model(EngineClient("http://127.0.0.1:9")))
         if text is not None:
             agent._write(text)
             agent._close()

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.moa import (
-    Budget,
     Debate,
     Limits,
     MixtureOfAgents,
@@ -46,7 +45,6 @@ layers = [{{models = ["small", "small"]}}, {{models = ["small"]}}]
 MIXTURE = """
 instruction = "Weigh:"
 heading = "\\n{number}) "
-budget = {tokens = 9000, reserve = 1000}
 quorum = {answers = 2, seconds = 20}
 
 [limits]
@@ -100,7 +98,6 @@ def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
     [served] = read(tmp_path, MIXTURE)
     mixture = served.system
     assert isinstance(mixture, MixtureOfAgents)
-    assert mixture.budget == Budget(9000, reserve=1000)
     assert mixture.limits == Limits(30, attempts=3)
     assert mixture.quorums == [Quorum(1, 10), Quorum(2, 20)]
     assert [model.model for model in mixture.fallback.models] == ["other"]
@@ -154,7 +151,6 @@ def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
         ('kind = "debate"\n@2', r"its layers have \[2\] agents; this debate needs two layers"),
         ('kind = "staircase"\n@2\n@2', "this staircase needs two layers, and one agent in the sec"),
         ("@2\n@2", "and the last must have one agent"),
-        ("budget = {tokens = 10, reserve = 10}\n@2\n@1", "budget: reserve is 10; it must be less"),
         ("quorum = {answers = 0, seconds = 1}\n@2\n@1", "quorum.answers: Input should be gr"),
         ("limits = {stall_seconds = 0}\n@2\n@1", "limits.stall_seconds: Input should be"),
         ("limits = {patience = 1}\n@2\n@1", "no key 'patience': see the keys in"),
@@ -252,8 +248,6 @@ def test_parameters_that_are_not_known_have_a_table_of_their_own(
         ("[systems.quick]", "[system.quick]", r"system: a file with \[systems.NAME\] has no"),
         ("[models.small]", "[model.small]", r"model: a file with \[systems.NAME\] has no such key"),
         ("repeat = 2", "models = []", r"layers.0.models.0 has no key 'models'"),
-        ('topology = "3x2x1"', 'topology = "3x2x1"\nbudget = {tokens = 0}',
-         r"systems.careful.budget.tokens: Input should be greater than"),
         ('kind = "staircase"', 'kind = "mixture"\ndebate = {rounds = 3}',
          r"systems.quick has no key 'debate': it is one of another table, or of another kind"),
         ('kind = "staircase"', 'kind = "debate"\ndebate = {ballot = "("}',

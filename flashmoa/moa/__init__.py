@@ -10,7 +10,6 @@ from flashmoa.moa.results import (
     Spending,
     StaircaseRound,
     Substitution,
-    Vote,
 )
 from flashmoa.moa.settings import Limits, Quorum, Steps
 from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
@@ -39,5 +38,4 @@ __all__ = [
     "Steps",
     "Substitution",
     "Topology",
-    "Vote",
 ]

@@ -74,7 +74,6 @@ class Cluster:
     Attributes:
         last: the member whose answer came last.
         deciding: seconds from that answer until the readers got it, if answers are scored.
-        decided: is set when it is decided for each member whether it is used.
     """
 
     members: Sequence[Member]
@@ -82,7 +81,6 @@ class Cluster:
     scores: ScoredAnswers | None = None
     quorum: Quorum | None = None
     deciding: float = 0.0
-    decided: anyio.Event = field(default_factory=anyio.Event)
     _last_arrival: float = 0.0
     _room: int | None = None
     _room_is_known: anyio.Event = field(default_factory=anyio.Event)
@@ -120,7 +118,6 @@ class Cluster:
                 with anyio.move_on_after(_ROOM_SECONDS):
                     await self._room_is_known.wait()
                 group.cancel_scope.cancel()
-        self.decided.set()
         if self._scope.cancel_called:
             return
         if self.scores is not None:

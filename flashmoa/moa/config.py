@@ -7,7 +7,6 @@ the name alone. ``docs/mixture-of-agents.md`` has examples, and all keys.
 
 from __future__ import annotations
 
-import re
 import tomllib
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -179,20 +178,8 @@ class _FallbackTable(_Table):
 
 
 class _DebateTable(_Table):
-    """The arguments of :class:`Debate`.
-
-    ``ballot`` is a regular expression: an answer's ballot is the first group of its last match, or
-    the whole match if it has no group.
-    """
-
     rounds: int = 2
     memory: Memory = "all"
-    ballot: re.Pattern[str] | None = None
-
-    def extract(self, answer: str) -> str | None:
-        """Return the ballot in an answer."""
-        matches = list(self.ballot.finditer(answer)) if self.ballot is not None else []
-        return matches[-1][min(1, len(matches[-1].groups()))] if matches else None
 
 
 @validated(config=NO_OTHERS, frozen=True, slots=True)
@@ -282,20 +269,12 @@ class _DebateSystemTable(_SystemTable):
     debate: _DebateTable = _DebateTable()
 
     def build(self, file: _File) -> System:
-        table, prompt = self.debate, DebatePrompt(memory=self.debate.memory)
-        if table.ballot is None:
-            debaters, conclusion, aggregation = self.build_pair(file)
-            prompt = DebatePrompt(memory=table.memory, aggregation=aggregation)
-        else:
-            debaters, *others = self.build_agents(file)
-            conclusion = table.extract
-            if others:
-                raise ValueError(f"it has {len(others) + 1} layers; a debate with a vote needs one")
+        debaters, last, aggregation = self.build_pair(file)
         return Debate(
             debaters,
-            table.rounds,
-            conclusion,
-            prompt=prompt,
+            self.debate.rounds,
+            last,
+            prompt=DebatePrompt(memory=self.debate.memory, aggregation=aggregation),
             staircase=self.staircase,
             quorum=self.layers[0].quorum or self.quorum,
             **self.build_settings(file),

@@ -1,10 +1,9 @@
-"""Conclude a question: the last aggregator's answer or what takes its place, or a vote."""
+"""Conclude a question: the last aggregator's answer, or what takes its place."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from flashmoa import Text, UpstreamCancelled
 from flashmoa.errors import BadAnswer, RequestRefused
 from flashmoa.moa.agent import Agent
 from flashmoa.moa.models import Fallback, Model
-from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, Vote
+from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution
 from flashmoa.moa.settings import (
     CHARACTERS_PER_TOKEN,
     can_be_refused,
@@ -25,8 +24,6 @@ from flashmoa.moa.settings import (
 
 logger = logging.getLogger(__name__)
 
-# Returns the ballot in an answer, such as its final number or letter; None if it has none.
-Extract = Callable[[str], str | None]
 # The answers of a question's agents, by layer.
 Layers = Sequence[Sequence[AgentAnswer]]
 # Asks another aggregator to answer from given answers, after what is written already.
@@ -168,53 +165,3 @@ def _fits(answer: AgentAnswer, limit: int | None, written: int = 0) -> bool:
     An answer of an engine that does not count has at most as many tokens as characters.
     """
     return limit is None or written + answer.tokens <= limit
-
-
-def vote(answers: Sequence[str], extract: Extract) -> Vote:
-    """Return the most common ballot in answers. Empty answers have no ballot.
-
-    In a tie the ballot that comes first wins. If no answer has a ballot, ``place`` is that of the
-    first answer that is not empty.
-
-    Raises:
-        ValueError: if all answers are empty.
-        Exception: if ``extract`` raises it.
-    """
-    nonempty = [place for place, answer in enumerate(answers) if answer]
-    if not nonempty:
-        raise ValueError(f"a vote needs an answer; all {len(answers)} are empty")
-    ballots = tuple(extract(answer) if answer else None for answer in answers)
-    # If several ballots are equally common, most_common() returns the first of them.
-    common = Counter(ballot for ballot in ballots if ballot is not None).most_common(1)
-    if not common:
-        return Vote(ballots, None, 0, nonempty[0])
-    winner, count = common[0]
-    return Vote(ballots, winner, count, ballots.index(winner))
-
-
-def vote_on_last(
-    rounds: Layers, extract: Extract, fallback: Fallback, limit: int | None
-) -> tuple[Vote, AgentAnswer, Substitution | None]:
-    """Vote on the last round with answers; return also whose answer wins, and why if not the last.
-
-    Args:
-        limit: how many tokens the client's answer may have; ``None``: any number. Only the last
-            round's agents were told, so that earlier answers may be longer.
-
-    Raises: MixtureFailed if there is none that may be voted on; what ``extract`` raises.
-    """
-    texts = [
-        [
-            one.text if one.is_complete and (round_ is rounds[-1] or _fits(one, limit)) else ""
-            for one in round_
-        ]
-        for round_ in rounds
-    ]
-    answered = [number for number, round_ in enumerate(texts) if any(round_)]
-    is_last = any(texts[-1])
-    problem = "; ".join(answer.problem for answer in rounds[-1])
-    if not answered or not (is_last or fallback.best_answer):
-        raise MixtureFailed(f"no agent answered; {problem}")
-    outcome = vote(texts[answered[-1]], extract)
-    winner = rounds[answered[-1]][outcome.place]
-    return outcome, winner, None if is_last else Substitution("answer", winner.name, problem)

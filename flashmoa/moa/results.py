@@ -140,31 +140,14 @@ class Substitution:
 
     Attributes:
         kind: ``aggregator``: another aggregator answered; ``answer``: the best answer that there
-            was is the result, or in a vote the one of an earlier round.
+            was is the result.
         agent: the name of the agent whose answer it is, ``LAYER.PLACE``, from 1.
-        problem: why the last aggregator's answer, or the last round, is not used.
+        problem: why the last aggregator's answer is not used.
     """
 
     kind: Literal["aggregator", "answer"]
     agent: str
     problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """The outcome of a vote.
-
-    Attributes:
-        ballots: the ballot in each debater's last answer; ``None`` if it has none or is empty.
-        winner: the most common ballot; ``None`` if there is no ballot.
-        count: number of debaters with that ballot.
-        place: the first debater with that ballot, from 0.
-    """
-
-    ballots: tuple[str | None, ...]
-    winner: str | None
-    count: int
-    place: int
 
 
 @dataclass(slots=True)
@@ -177,11 +160,9 @@ class Result:
             aggregator's layer. Aggregators that were asked after the last one had failed are in
             its layer.
         spending: what the question cost.
-        time_to_first_token: seconds from the question to the answer's first token; after a vote to
-            that of the last round.
+        time_to_first_token: seconds from the question to the answer's first token.
         seconds: seconds from the question to the answer's last token.
         substitution: what took the place of the last aggregator's answer, if that failed.
-        vote: the vote on the last round's answers; ``None`` if an aggregator answered.
         decisions: decisions about early exit, except those that were cancelled because the
             cluster's last answer had arrived.
         deciding: seconds by which decisions delayed the answer: the sum along the critical path
@@ -199,7 +180,6 @@ class Result:
     time_to_first_token: float = 0.0
     seconds: float = 0.0
     substitution: Substitution | None = None
-    vote: Vote | None = None
     decisions: list[Decision] = field(default_factory=list[Decision])
     deciding: float = 0.0
     in_one_request_for: Sequence[str] = ()
@@ -215,4 +195,4 @@ class Result:
         if self.substitution is not None:
             name = self.substitution.agent
             return next(agent for agent in self.agents if agent.name == name)
-        return self.layers[-1][0 if self.vote is None else self.vote.place]
+        return self.layers[-1][0]

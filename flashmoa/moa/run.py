@@ -17,14 +17,14 @@ from typing import Any, TypedDict
 
 import anyio
 
-from flashmoa import UpstreamCancelled, Workflow
+from flashmoa import Workflow
 from flashmoa.engine import PromptUsage
 from flashmoa.link.link import Ahead
 from flashmoa.link.streamed_text import StreamedText
 from flashmoa.moa.agent import Agent
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member, wait_for_several
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
-from flashmoa.moa.final_answer import Extract, FinalAnswer, vote_on_last
+from flashmoa.moa.final_answer import FinalAnswer
 from flashmoa.moa.models import Fallback, Model, room_for_answers
 from flashmoa.moa.prompts import (
     AggregationPrompt,
@@ -39,13 +39,11 @@ from flashmoa.moa.prompts import (
 )
 from flashmoa.moa.results import (
     AgentAnswer,
-    MixtureFailed,
     Result,
     Spending,
-    common_refusal,
     raise_as_mixture_failed,
 )
-from flashmoa.moa.settings import Limits, Quorum, Steps, needs_one_request, token_limit
+from flashmoa.moa.settings import Limits, Quorum, Steps, needs_one_request
 from flashmoa.moa.topology import ClusterKey, Reads, critical_path
 from flashmoa.observe import Listener
 from flashmoa.observe.events import contained, ignore
@@ -62,7 +60,7 @@ class SystemSettings(TypedDict, total=False):
     Attributes:
         limits: how long agents may take whose models do not say it themselves. An agent that takes
             longer is left out.
-        fallback: what answers if the last aggregator fails, or no debater in the last round.
+        fallback: what answers if the last aggregator fails.
         ahead: which part of prompts is prefilled before their requests; for comparisons.
         listener: called with every event. Agents are named ``LAYER.PLACE``, from 1.
     """
@@ -79,14 +77,12 @@ class System(ABC):
     Args:
         layers: the models of every layer.
         reads: for each agent, the places in the layer before of those that it reads.
-        quorums: how many answers of each layer suffice that is read, or votes.
+        quorums: how many answers of each layer suffice that is read.
         steps: the chunks in which answers are read while they are written; ``None``: whole.
         early_exit: decides which agents are waited for; ``None``: all. It needs whole answers.
-        extract: returns the ballots of the last layer, which votes; ``None``: it is one agent,
-            whose answer is the result.
     """
 
-    def __init__(  # noqa: PLR0913 - the last three have a default
+    def __init__(
         self,
         layers: Sequence[Sequence[Model]],
         reads: Sequence[Sequence[Reads]],
@@ -95,14 +91,12 @@ class System(ABC):
         *,
         steps: Steps | None = None,
         early_exit: EarlyExit | None = None,
-        extract: Extract | None = None,
     ) -> None:
         self.layers = layers
         self.reads = reads
         self.quorums = quorums
         self.steps = steps
         self.early_exit = early_exit
-        self.extract = extract
         self.limits = settings.get("limits") or Limits()
         self.fallback = settings.get("fallback") or Fallback()
         self.ahead: Ahead = settings.get("ahead", "text")
@@ -169,14 +163,12 @@ class System(ABC):
 
         Args:
             question: a text, or messages of which the last is a user's.
-            sampling: parameters of the last aggregator, or of the last round's debaters if they
-                vote, in place of their models'.
+            sampling: parameters of the last aggregator, in place of its model's.
 
         Raises:
             ValueError: if the last message is not a user's.
             MixtureFailed: if no agent could answer, or the last aggregator could not and
                 ``fallback`` has no substitute.
-            Exception: if the function that returns ballots raises it.
         """
         async with self.answering(question, sampling) as run:
             return await run.result()
@@ -202,7 +194,7 @@ class System(ABC):
 class SystemRun:
     """Answers one question.
 
-    ``async for`` yields the pieces of the last aggregator's answer or, after a vote, the answer.
+    ``async for`` yields the pieces of the last aggregator's answer.
     """
 
     def __init__(
@@ -227,19 +219,13 @@ class SystemRun:
         self._chunked: dict[ClusterKey, list[ChunkedText]] = {}
         self._quorums: list[anyio.CancelScope] = []
         self._is_cancelled = False
-        self._voted: Result | None = None
-        self._final: FinalAnswer | None = None
         for layer in range(len(models)):
             self._ask_layer(layer)
-        if system.extract is not None:
-            self._everyone = tuple(range(len(models[-1])))
-            self._start_reading(len(models), self._everyone)
-        else:
-            [last] = self._agents[-1]
-            self._final = FinalAnswer(
-                system.fallback, last, self._answers, self._ask_another, sampling or {}
-            )
-            self._flow.start_soon(self._final.run)
+        [last] = self._agents[-1]
+        self._final = FinalAnswer(
+            system.fallback, last, self._answers, self._ask_another, sampling or {}
+        )
+        self._flow.start_soon(self._final.run)
 
     @property
     def agents(self) -> Sequence[Agent]:
@@ -248,9 +234,6 @@ class SystemRun:
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield the pieces of the answer. Raises: as :meth:`result`."""
-        if self._final is None:
-            yield (await self.result()).text
-            return
         with raise_as_mixture_failed():
             async for piece in self._final.text:
                 yield piece
@@ -258,10 +241,6 @@ class SystemRun:
     async def result(self) -> Result:
         """Return the result when the answer is complete. Raises: as :meth:`System.answer`."""
         final = self._final
-        if final is None:
-            # Reading the answer and the result asks for each ballot once.
-            self._voted = self._voted or await self._vote()
-            return self._voted
         with raise_as_mixture_failed():
             await final.text
         result = self._make_result(final.result, final.finish_reason)
@@ -282,36 +261,13 @@ class SystemRun:
         self._is_cancelled = True
         for part in (*self._quorums, *self._clusters.values(), *self.agents):
             part.cancel()
-        if self._final is not None:
-            self._final.cancel()
+        self._final.cancel()
 
     def _make_result(self, text: str, finish_reason: str | None) -> Result:
         spending = PromptUsage.total([agent.spent() for agent in self.agents])
         spending = Spending(spending.prompt_tokens, spending.completion_tokens)
         one = self._in_one_request_for
         return Result(text, finish_reason, self._records(), spending, in_one_request_for=one)
-
-    async def _vote(self) -> Result:
-        system, last = self._system, self._agents[-1]
-        assert system.extract is not None
-        if self._steps is None:
-            await self._clusters[len(self._agents), self._everyone].decided.wait()
-        else:
-            await self._answers(len(self._agents))
-        open_ = [one for one in last if not one.is_complete and one.error is None]
-        if self._is_cancelled and any(one.record.status == "used" for one in open_):
-            raise UpstreamCancelled("the run was cancelled")
-        rounds, limit = self._records(), token_limit(self._sampling or {})
-        try:
-            outcome, winner, other = vote_on_last(rounds, system.extract, system.fallback, limit)
-        except MixtureFailed as failure:
-            raise failure from common_refusal([agent.error for agent in self.agents])
-        result = self._make_result(winner.text, winner.finish_reason)
-        result.vote, result.substitution = outcome, other
-        first = [one.first_token for one in rounds[-1] if one.first_token is not None]
-        result.seconds = time.time() - self._asked
-        result.time_to_first_token = min(first) - self._asked if first else result.seconds
-        return result
 
     def _ask_layer(self, layer: int) -> None:
         """Make a layer's requests. Each is sent when what it reads is complete, or has a chunk."""
@@ -339,7 +295,7 @@ class SystemRun:
         self._agents.append(agents)
 
     def _start_reading(self, layer: int, reads: Reads) -> None:
-        """Start to copy what is read together by agents of a layer, or is voted on after the last.
+        """Start to copy what is read together by agents of a layer.
 
         Args:
             reads: places in the layer before.
@@ -347,26 +303,22 @@ class SystemRun:
         system, flow = self._system, self._flow
         agents = [self._agents[layer - 1][place] for place in reads]
         quorum = system.quorums[layer - 1]
-        is_read = layer < len(self._models)
         if self._steps is not None:
             if quorum is not None:
-                flow.start_soon(partial(self._keep_quorum, quorum, agents, is_read=is_read))
-            if is_read:
-                self._chunked[layer, reads] = self._cut(layer, agents, self._steps)
+                flow.start_soon(partial(self._keep_quorum, quorum, agents))
+            self._chunked[layer, reads] = self._cut(layer, agents, self._steps)
             return
-        forms = system.forms(layer, reads) if is_read else [[("", "")]] * len(agents)
+        forms = system.forms(layer, reads)
         members = [
             Member(agent, [AnswerSlot(flow.version(agent), *form) for form in each])
             for agent, each in zip(agents, forms, strict=True)
         ]
         policy, scores = system.early_exit, None
-        if policy is not None and is_read and policy.applies_to(len(agents)):
+        if policy is not None and policy.applies_to(len(agents)):
             scores = ScoredAnswers(policy, system.rng, len(agents))
-        room = partial(self._room, layer, reads) if is_read else _unlimited
-        cluster = Cluster(members, room, scores, quorum)
+        cluster = Cluster(members, partial(self._room, layer, reads), scores, quorum)
         self._clusters[layer, reads] = cluster
-        if is_read:
-            self._slots[-1][reads] = cluster.marks
+        self._slots[-1][reads] = cluster.marks
         flow.start_soon(cluster.run)
 
     def _cut(self, layer: int, agents: Sequence[Agent], steps: Steps) -> list[ChunkedText]:
@@ -379,7 +331,7 @@ class SystemRun:
             self._flow.start_soon(sources[-1].cut)
         return sources
 
-    async def _keep_quorum(self, quorum: Quorum, agents: Sequence[Agent], *, is_read: bool) -> None:
+    async def _keep_quorum(self, quorum: Quorum, agents: Sequence[Agent]) -> None:
         """Leave out agents on a staircase once a quorum suffices.
 
         When the time is over and enough of them have begun, those that have not are left out. When
@@ -401,7 +353,7 @@ class SystemRun:
             open_ = [agent for agent in agents if not agent.is_over]
             leave_out([agent for agent in open_ if not agent.written], is_used=False)
             await wait_for_several([agent.complete for agent in agents], quorum.answers)
-            leave_out([agent for agent in agents if not agent.is_over], is_used=is_read)
+            leave_out([agent for agent in agents if not agent.is_over], is_used=True)
 
     async def _room(self, layer: int, reads: Reads) -> int | None:
         """Return how many tokens a cluster's answers may have for all its readers; None: any."""
@@ -416,14 +368,14 @@ class SystemRun:
         room = await room_for_answers(readers.values(), add_role(empty, role), limits)
         return None if room is None else room // depth
 
-    async def _answers(self, layers: int | None = None) -> list[list[AgentAnswer]]:
-        """Wait for the agents of the first layers, all but the last by default.
+    async def _answers(self) -> list[list[AgentAnswer]]:
+        """Wait for the agents of all layers but the last.
 
         Returns: their answers.
 
         Raises: UpstreamCancelled after :meth:`cancel`, unless all had finished before.
         """
-        layers = len(self._models) - 1 if layers is None else layers
+        layers = len(self._models) - 1
         # Without steps, the next layer has waited for them.
         for agent in self.agents if self._steps is not None else ():
             if agent.record.layer < layers:
@@ -449,10 +401,6 @@ class SystemRun:
     def _records(self) -> list[list[AgentAnswer]]:
         """Return what every agent did so far, by layer and place."""
         records = [[agent.fill_record() for agent in layer] for layer in self._agents]
-        if self._steps is not None and self._final is None:
-            for agent, record in zip(self._agents[-1], records[-1], strict=True):
-                if agent.is_complete and not agent.written.strip():
-                    record.status, record.problem = "failed", "it answered nothing"
         for (layer, reads), sources in self._chunked.items():
             for place, source in zip(reads, sources, strict=True):
                 record = records[layer - 1][place]
@@ -482,7 +430,3 @@ async def _wait_for_text(text: StreamedText) -> None:
     async for _ in text:
         return
     raise ValueError(f"{text.name} is empty")
-
-
-async def _unlimited() -> None:
-    """Return that answers may have any number of tokens, as a vote reads each by itself."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from flashmoa.moa.early_exit import EarlyExit
-from flashmoa.moa.final_answer import Extract
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import AggregationPrompt, AnswerForms, DebatePrompt, Messages
 from flashmoa.moa.run import Slots, System, SystemSettings
@@ -123,10 +122,7 @@ class Debate(System):
     Args:
         debaters: at least two models.
         rounds: how often each debater answers.
-        conclusion: a function or a model that concludes from the last round's answers. A function
-            returns the ballot of each answer, or ``None``. The most common ballot wins; in a tie,
-            that of the first debater. A model reads all answers and writes its own, as the last
-            aggregator of a Mixture-of-Agents does.
+        aggregator: reads the last round's answers and writes the result.
         prompt: the debaters' prompt.
         staircase: settings with which debaters, and an aggregator, begin when all debaters have
             written a chunk in the round before, and continue chunk by chunk. By default they wait
@@ -142,7 +138,7 @@ class Debate(System):
         self,
         debaters: Sequence[Model],
         rounds: int,
-        conclusion: Extract | Model,
+        aggregator: Model,
         *,
         prompt: DebatePrompt | None = None,
         staircase: Steps | None = None,
@@ -156,17 +152,9 @@ class Debate(System):
         self.rounds = rounds
         self._prompt = prompt or DebatePrompt()
         everyone: Reads = tuple(range(len(debaters)))
-        layers: list[Sequence[Model]] = [debaters] * rounds
-        reads: list[list[Reads]] = [[()] * len(debaters)]
-        reads += [[everyone] * len(debaters)] * (rounds - 1)
-        extract: Extract | None = None
-        if isinstance(conclusion, Model):
-            layers.append([conclusion])
-            reads.append([everyone])
-        else:
-            extract = conclusion
-        quorums = [quorum] * rounds
-        super().__init__(layers, reads, quorums, settings, steps=staircase, extract=extract)
+        layers = [*[debaters] * rounds, [aggregator]]
+        reads = [[()] * len(debaters), *[[everyone] * len(debaters)] * (rounds - 1), [everyone]]
+        super().__init__(layers, reads, [quorum] * rounds, settings, steps=staircase)
 
     def prompt(self, layer: int, place: int) -> AggregationPrompt:
         """Return the aggregator's prompt, or that of a debater on a staircase."""

@@ -43,7 +43,7 @@ async def test_no_agent_reads_another_ones_thought() -> None:
         async with mixture.answering("What is 9 + 9?") as run:
             pieces = [piece async for piece in run]
             result = await run.result()
-        debate = await Debate([model, model], 2, lambda text: text).answer("What is 9 + 9?")
+        debate = await Debate([model, model], 2, model).answer("What is 9 + 9?")
         staircase = await Staircase([model, model], model, prompt=PROMPT).answer("What is 9 + 9?")
     assert "".join(pieces) == result.text == debate.text == staircase.text == "It is 18."
     for record in (*result.agents, *debate.agents, *staircase.agents):

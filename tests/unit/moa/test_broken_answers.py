@@ -95,14 +95,12 @@ REFUSED = {"temperature": -1}
 
 
 def system(kind: str, proposer: Model, last: Model, **more: Any) -> Any:
-    """Make a mixture, staircase or debate with an aggregator, whose other agents are alike."""
+    """Make a mixture, staircase or debate whose other agents are alike."""
     if kind == "staircase":
         return Staircase([proposer], last, **more)
-    if "vote" in kind:
-        steps = Steps() if kind == "staircase vote" else None
-        return Debate([proposer] * 2, 2, lambda answer: answer[:1], staircase=steps)
-    if kind == "debate":
-        return Debate([proposer] * 2, 2, last, **more)
+    if "debate" in kind:
+        steps = Steps() if kind == "debate staircase" else None
+        return Debate([proposer] * 2, 2, last, staircase=steps, **more)
     return MixtureOfAgents([[proposer], [last]], prompt=PROMPT, **more)
 
 
@@ -179,16 +177,7 @@ def _refused(client: EngineClient) -> Model:
     return Model(client, "whole", REFUSED)
 
 
-@pytest.mark.parametrize("kind", ["vote", "staircase vote"])
-async def test_no_earlier_round_is_voted_on_that_is_longer_than_the_client_asks(kind: str) -> None:
-    scripts = {**SCRIPTS, "later blank": [" ", "It is 18."]}
-    async with scripted_engine(scripts) as (_, client):
-        model = Model(client, "later blank")
-        with pytest.raises(MixtureFailed, match="no agent answered"):
-            await system(kind, model, model).answer("?", {"max_tokens": 1})
-
-
-@pytest.mark.parametrize("kind", ["mixture", "staircase", "debate", "vote", "staircase vote"])
+@pytest.mark.parametrize("kind", ["mixture", "staircase", "debate", "debate staircase"])
 async def test_a_question_that_all_engines_refuse_is_the_clients_mistake(kind: str) -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
         asked = system(kind, _refused(client), Model(client, "rest"))

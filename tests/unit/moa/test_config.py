@@ -132,15 +132,10 @@ def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
     assert staircase.steps == Steps(4, 2.0, 32, "contiguous")
     assert [len(layer) for layer in staircase.layers] == [2, 1]
     assert staircase.prompt(1, 0).layout == "question-first"
-    debate = build(
-        tmp_path, f"kind = \"debate\"\n[debate]\nrounds = 3\nballot = '\\((\\d+)\\)'\n{layers}"
-    )
+    debate = build(tmp_path, f'kind = "debate"\n[debate]\nrounds = 3\n{layers}{last}')
     assert isinstance(debate, Debate) and debate.rounds == 3 and debate.steps is None
-    assert debate.extract is not None
-    assert [debate.extract(text) for text in ("(1) and (23).", "4")] == ["23", None]
     debate = build(tmp_path, f'kind = "debate"\n{steps}{layers}{last}')
     assert isinstance(debate, Debate) and debate.steps is not None
-    assert debate.extract is None
 
 
 @pytest.mark.parametrize(
@@ -164,7 +159,6 @@ def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
         ("early_exit = {api_key = ['x']}\n@3\n@1", "early_exit.api_key: Input should be a valid s"),
         ("early_exit = {api_key = 5}\n@3\n@1", "early_exit.api_key: Input should be a valid str"),
         ("early_exit = {api_key = 'é'}\n@3\n@1", "early_exit.api_key: String should match"),
-        ('kind = "debate"\ndebate = {ballot = "."}\n@2\n@1', "it has 2 layers; a debate with"),
         ("layers = 3", "layers: Input should be a valid list"),
         ("nmae = 'x'", "the file has no key 'nmae': did you mean 'name'"),
         ("", "layers: Field required"),
@@ -250,8 +244,8 @@ def test_parameters_that_are_not_known_have_a_table_of_their_own(
         ("repeat = 2", "models = []", r"layers.0.models.0 has no key 'models'"),
         ('kind = "staircase"', 'kind = "mixture"\ndebate = {rounds = 3}',
          r"systems.quick has no key 'debate': it is one of another table, or of another kind"),
-        ('kind = "staircase"', 'kind = "debate"\ndebate = {ballot = "("}',
-         r"systems.quick.debate.ballot: Input should be a valid regular expression"),
+        ('kind = "staircase"', 'kind = "debate"\ndebate = {memory = "some"}',
+         r"systems.quick.debate.memory: Input should be 'all' or 'last'"),
         ("[models.small]", "[models]", r"models must consist of tables \[models.NAME\]"),
         ("[models.small]", "[models.small", "is not valid TOML"),
     ],

@@ -21,7 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixture": {},
     "staircase": {"kind": "staircase"},
     "debate": {"kind": "debate"},
-    "vote": {"kind": "debate", "debate": {"rounds": 2, "ballot": "[0-9]+"}},
     "staircase debate": {"kind": "debate", "staircase": {}},
 }
 IN_PARTS = {"staircase", "staircase debate"}
@@ -62,15 +61,14 @@ NEUTRAL: dict[str, Any] = {
 
 @asynccontextmanager
 async def serving(kind: str) -> AsyncGenerator[tuple[ScriptedEngine, httpx.AsyncClient]]:
-    """Serve two agents and, unless they vote, one that answers."""
+    """Serve two agents and one that answers."""
     async with scripted_engine({"first": ["It is ", "18."], "last": ["It is ", "19."]}) as (
         engine,
         _,
     ):
         first = {"models": [{"engine": engine.url, "model": "first", "repeat": 2}]}
         last = {"models": [{"engine": engine.url, "model": "last"}]}
-        layers = [first] if kind == "vote" else [first, last]
-        app = application(read_tables({"name": "moa", "layers": layers, **KINDS[kind]}))
+        app = application(read_tables({"name": "moa", "layers": [first, last], **KINDS[kind]}))
         async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
             yield engine, http
 
@@ -95,9 +93,6 @@ async def test_parameters_reach_the_agents_that_answer_and_no_others(
         answer = await ask(http, **given)
     assert answer.status_code == 200, answer.text
     passed = [body for body in engine.bodies if body["model"] == "last"]
-    if kind == "vote":  # The debaters of the last round, who read those of the first.
-        passed = [body for body in engine.bodies if len(body["messages"]) > 1]
-        assert len(passed) == 2
     assert passed and all(given.items() <= body.items() for body in passed)
     others = [body for body in engine.bodies if body not in passed]
     assert others and not any(given.keys() & body.keys() for body in others)

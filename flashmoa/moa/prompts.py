@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.link.streamed_text import StreamedText
@@ -23,6 +23,10 @@ Messages = list[dict[str, Any]]
 Question = str | Sequence[Message]
 Layout = Literal["answers-first", "question-first"]
 Memory = Literal["all", "last"]
+# How readers read an answer: the text before it, and the text in place of both if it is left out.
+AnswerForm = tuple[str, str]
+# For each earlier round or layer: every answer in each of its forms, or the marks of these.
+Rounds = Sequence[Sequence[tuple[str, ...]]]
 
 _AGGREGATE = (
     "Several assistants have answered the user's last message without knowing of each other. "
@@ -46,14 +50,13 @@ _DEBATE_STAIRCASE = (
 
 @dataclass(frozen=True, slots=True)
 class AggregationPrompt:
-    """The prompt of an aggregator, with a numbered slot for each answer it reads.
+    """The prompt of an aggregator. It has a numbered slot for each answer that the agent reads.
 
     Attributes:
-        layout: ``answers-first`` is the usual form: the answers are in the system message, and
-            the conversation follows them, so that it cannot be prefilled before the answers are
-            complete. ``question-first`` has the conversation first and the answers at its end, so
-            that everything but the answers has a fixed position.
-        instruction: text before the answers, which tells the model what to do with them.
+        layout: ``answers-first``, the usual form, puts the answers into the system message. The
+            conversation follows them, so it cannot be prefilled before the answers are complete.
+            ``question-first`` puts the answers at the end, so everything else has a fixed position.
+        instruction: text before the answers that says what to do with them.
         heading: text before each answer; ``{number}`` counts from 1.
         closing: text after the last answer.
     """
@@ -62,37 +65,43 @@ class AggregationPrompt:
     instruction: str = _AGGREGATE
     heading: str = "\n\nAnswer {number}:\n"
     closing: str = ""
+    has_all_rounds: ClassVar[bool] = False
 
     def title(self, number: int) -> str:
         """Return the text before an answer, by its number from 1."""
         return self.heading.replace("{number}", str(number))
 
-    def messages(self, question: Question, slots: Sequence[str]) -> Messages:
+    def messages(self, question: Question, answers: Sequence[str]) -> Messages:
         """Return the messages to send.
 
         Args:
-            slots: the answers, each with its title before it, or the marks that stand for them.
+            answers: each answer, or its mark, after its title.
 
         Raises: ValueError if :func:`conversation` raises it.
         """
         messages = conversation(question)
         system = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
-        answers = "".join(slots) + self.closing
+        read = "".join(answers) + self.closing
         instruction = f"{system}\n\n{self.instruction}" if system else self.instruction
         if self.layout == "answers-first":
-            return [{"role": "system", "content": instruction + answers}, *messages]
+            return [{"role": "system", "content": instruction + read}, *messages]
         *before, last = messages
-        after = [{**last, "content": f"{last['content']}{answers}"}]
+        after = [{**last, "content": f"{last['content']}{read}"}]
         if last["role"] == "tool":  # What a tool returned must stay as it is.
-            after = [last, {"role": "user", "content": answers.lstrip()}]
+            after = [last, {"role": "user", "content": read.lstrip()}]
         return [{"role": "system", "content": instruction}, *before, *after]
 
+    def forms(self, places: Sequence[int]) -> list[list[AnswerForm]]:
+        """Return the forms in which readers read the answers at these places of a layer."""
+        return [[(self.title(number), "")] for number in range(1, len(places) + 1)]
 
-class AnswerForms(NamedTuple):
-    """A debater's answer of one round, or its mark, as the debater and as the others read it."""
+    def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:
+        """Return the messages for the agent at a place; it reads the last of the rounds."""
+        return self.messages(question, [answer for (answer,) in rounds[-1]])
 
-    own: str
-    others: str
+    def on_staircase(self, place: int) -> AggregationPrompt:
+        """Return the prompt on a staircase of the agent at a place."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +109,17 @@ class DebatePrompt:
     """The prompts of a debate.
 
     A debater's own answers are its assistant messages. The user message after each of them has the
-    answers of the others.
+    other debaters' answers.
 
     Attributes:
         instruction: text before the others' answers, so that it can be prefilled first.
-        heading: text before each of these answers; ``{number}`` is the debater's number, from 1.
+        heading: text before each of the others' answers; ``{number}`` is the debater, from 1.
         absent: text in place of a debater's own answer in a round in which it failed.
-        memory: which earlier rounds a prompt has. ``all``, as published, so that it begins with
-            the prompt of the round before; or only the ``last`` one, which needs less context.
-        staircase_instruction: takes the place of ``instruction`` on a staircase, where answers are
-            read before they are complete and a debater's own answer is among the others;
-            ``{number}`` is the reader's number.
-        aggregation: the prompt of an aggregator that concludes the debate.
+        memory: which earlier rounds a prompt has. ``all``, as published: the prompt begins with the
+            debater's previous prompt. ``last`` needs less context.
+        staircase_instruction: takes the place of ``instruction`` on a staircase, where a debater's
+            own incomplete answer is among the numbered answers; ``{number}`` is the reader.
+        aggregation: the prompt of the aggregator.
     """
 
     instruction: str = _DEBATE
@@ -123,31 +131,32 @@ class DebatePrompt:
         default_factory=lambda: AggregationPrompt("question-first")
     )
 
+    @property
+    def has_all_rounds(self) -> bool:
+        """Return whether a prompt has the answers of all earlier rounds."""
+        return self.memory == "all"
+
     def title(self, number: int) -> str:
         """Return the text before a debater's answer, by the debater's number from 1."""
         return self.heading.replace("{number}", str(number))
 
-    def messages(
-        self, question: Sequence[Message], place: int, rounds: Sequence[Sequence[AnswerForms]]
-    ) -> Messages:
-        """Return the messages to send to one debater.
+    def forms(self, places: Sequence[int]) -> list[list[AnswerForm]]:
+        """Return the forms in which a debater reads its own answer, and the others read it."""
+        return [[("", self.absent), (self.title(place + 1), "")] for place in places]
 
-        Args:
-            question: a conversation.
-            place: number of the debater, from 0.
-            rounds: the earlier rounds, each with every debater's answer.
-        """
+    def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:
+        """Return the messages for one debater, by its place from 0."""
         messages = [dict(message) for message in question]
-        for answers in rounds if self.memory == "all" else rounds[-1:]:
-            others = [answer.others for number, answer in enumerate(answers) if number != place]
+        for answers in rounds if self.has_all_rounds else rounds[-1:]:
+            others = [other for number, (_, other) in enumerate(answers) if number != place]
             messages += [
-                {"role": "assistant", "content": answers[place].own},
+                {"role": "assistant", "content": answers[place][0]},
                 {"role": "user", "content": self.instruction + "".join(others)},
             ]
         return messages
 
     def on_staircase(self, place: int) -> AggregationPrompt:
-        """Return the prompt on a staircase of a debater, by its number from 0."""
+        """Return the prompt on a staircase of a debater, by its place from 0."""
         instruction = self.staircase_instruction.replace("{number}", str(place + 1))
         return AggregationPrompt("question-first", instruction, self.heading)
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.moa import (
+    AggregationPrompt,
     Debate,
     Limits,
     MixtureOfAgents,
@@ -105,9 +106,10 @@ def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
     assert mixture.early_exit is not None
     assert [*served.engine_names] == ["http://a", "http://b", "http://c", "http://e"]
     assert mixture.early_exit.diagonal and mixture.early_exit.min_answers == 1
-    first, second = mixture.prompts
-    assert (first.instruction, first.heading, first.closing) == ("Judge:", "\n{number}) ", "\nEnd.")
-    assert (second.instruction, second.closing) == ("Weigh:", "")
+    assert mixture.prompts == [
+        AggregationPrompt(instruction="Judge:", heading="\n{number}) ", closing="\nEnd."),
+        AggregationPrompt(instruction="Weigh:", heading="\n{number}) "),
+    ]
     proposer = mixture.layers[0][0]
     assert proposer.role == "You doubt."
     assert proposer.limits == Limits(stall_seconds=5)
@@ -131,9 +133,10 @@ def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
     assert isinstance(staircase, Staircase)
     assert staircase.steps == Steps(4, 2.0, 32, "contiguous")
     assert [len(layer) for layer in staircase.layers] == [2, 1]
-    assert staircase.prompt(1, 0).layout == "question-first"
+    assert staircase.prompts == [AggregationPrompt("question-first")]
     debate = build(tmp_path, f'kind = "debate"\n[debate]\nrounds = 3\n{layers}{last}')
-    assert isinstance(debate, Debate) and debate.rounds == 3 and debate.steps is None
+    assert isinstance(debate, Debate) and debate.steps is None
+    assert [len(layer) for layer in debate.layers] == [2, 2, 2, 1]
     debate = build(tmp_path, f'kind = "debate"\n{steps}{layers}{last}')
     assert isinstance(debate, Debate) and debate.steps is not None
 
@@ -181,7 +184,7 @@ def test_models_of_a_file_are_those_of_its_tables(tmp_path: Path) -> None:
         {"temperature": 0.5, "max_tokens": 7},
         {"temperature": 0.2, "max_tokens": 7},
     ]
-    assert careful.system.prompt(1, 0).instruction == "Doubt:"
+    assert careful.system.prompts[0].instruction == "Doubt:"
     assert careful.system.fallback.models[0].engine.url == "http://a"
     assert careful.engine_names == {"http://a": "engine 1"}
 

@@ -9,14 +9,13 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import Debate, DebatePrompt, Model, Quorum, Steps
-from flashmoa.moa.prompts import AnswerForms
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
 
 
-def answer_forms(*answers: str) -> list[AnswerForms]:
-    return [AnswerForms(answer, f"[{answer}]") for answer in answers]
+def answer_forms(*answers: str) -> list[tuple[str, str]]:
+    return [(answer, f"[{answer}]") for answer in answers]
 
 
 def roles(messages: list[dict[str, Any]]) -> list[str]:
@@ -25,8 +24,8 @@ def roles(messages: list[dict[str, Any]]) -> list[str]:
 
 def test_own_answer_is_an_assistant_message_and_others_are_in_user_messages() -> None:
     prompt = DebatePrompt("Others:")
-    assert prompt.messages(QUESTION, 0, []) == QUESTION
-    messages = prompt.messages(QUESTION, 1, [answer_forms("three", "four", "five")])
+    assert prompt.for_reader(QUESTION, 0, []) == QUESTION
+    messages = prompt.for_reader(QUESTION, 1, [answer_forms("three", "four", "five")])
     assert messages[1:] == [
         {"role": "assistant", "content": "four"},
         {"role": "user", "content": "Others:[three][five]"},
@@ -41,11 +40,11 @@ def test_own_answer_is_an_assistant_message_and_others_are_in_user_messages() ->
 
 def test_memory_keeps_all_rounds_or_the_last_one() -> None:
     rounds = [answer_forms("a", "b"), answer_forms("c", "d")]
-    whole = DebatePrompt("Others:").messages(QUESTION, 0, rounds)
+    whole = DebatePrompt("Others:").for_reader(QUESTION, 0, rounds)
     assert roles(whole) == ["user", "assistant", "user", "assistant", "user"]
     # Each prompt begins with the whole prompt of the round before.
-    assert whole[:3] == DebatePrompt("Others:").messages(QUESTION, 0, rounds[:1])
-    last = DebatePrompt("Others:", memory="last").messages(QUESTION, 0, rounds)
+    assert whole[:3] == DebatePrompt("Others:").for_reader(QUESTION, 0, rounds[:1])
+    last = DebatePrompt("Others:", memory="last").for_reader(QUESTION, 0, rounds)
     assert roles(last) == ["user", "assistant", "user"] and last[1]["content"] == "c"
 
 

@@ -31,8 +31,13 @@ def raise_as_mixture_failed() -> Generator[None]:
         raise MixtureFailed(f"the last aggregator failed: {error}") from error
 
 
+def describe(error: Exception) -> str:
+    """Return an error's message, or its type if it has none."""
+    return str(error) or type(error).__name__
+
+
 def common_refusal(errors: Sequence[Exception | None]) -> RequestRefused | None:
-    """Return why all of some agents' requests were refused; ``None`` if not all of them were.
+    """Return a refusal if the requests of all agents were refused, else ``None``.
 
     Args:
         errors: the error of each agent; ``None`` if it has none.
@@ -47,11 +52,11 @@ class StaircaseRound:
     """Records one round of an agent on a staircase; times in Unix seconds.
 
     Attributes:
-        text: the part of the answer that was written in this round.
+        text: the part of the answer that the agent wrote in this round.
         finish_reason: ``length`` if the part reached its maximal length, ``stop`` if the agent
-            considered its answer complete. If there is a next round, it is asked again.
+            considered its answer complete. If there is a next round, the agent is asked again.
         out_of_room: whether this round's chunks did not fit into the context. Then this round is
-            the last one, and completes the answer from the chunks of the rounds before.
+            the last one, and completes the answer from the chunks of the previous rounds.
     """
 
     asked: float
@@ -71,9 +76,9 @@ class AgentAnswer:
         layer, place: position in the topology, from 0; in a debate, the round and the debater.
         status: ``used`` if the agent's readers got the answer, ``left out`` if the agent was
             cancelled because the complete answers sufficed, ``failed`` with ``problem``.
-        finish_reason: finish reason in OpenAI's sense, if the agent finished.
-        cut_tokens: how many tokens were cut from its end because readers' contexts were too short.
-        thought: what the model thought before it answered, which is in no prompt of another agent.
+        finish_reason: OpenAI's finish reason, if the agent finished.
+        cut_tokens: number of tokens cut from its end because a reader's context was too short.
+        thought: the model's thought before the answer. No other agent reads it.
         confidence: geometric mean of its tokens' probabilities, if they were requested.
         retries: the problems of requests that were repeated; ``usage`` then adds up all requests.
         steps: the agent's rounds on a staircase; ``usage`` then adds up all its requests.
@@ -106,8 +111,7 @@ class AgentAnswer:
     def tokens(self) -> int:
         """Return the answer's length in tokens, or in characters if its engine did not count.
 
-        An engine counts what was thought, too, which no agent reads. It is left out by its share of
-        the characters.
+        An engine counts thought, too. Its share of the tokens is its share of the characters.
         """
         if self.usage is None:
             return len(self.text)
@@ -139,8 +143,8 @@ class Substitution:
     """Records what took the place of the last aggregator's answer.
 
     Attributes:
-        kind: ``aggregator``: another aggregator answered; ``answer``: the best answer that there
-            was is the result.
+        kind: ``aggregator``: another aggregator answered; ``answer``: the best answer of the other
+            agents is the result.
         agent: the name of the agent whose answer it is, ``LAYER.PLACE``, from 1.
         problem: why the last aggregator's answer is not used.
     """
@@ -155,19 +159,17 @@ class Result:
     """The answer of a mixture, staircase or debate, and the records of its agents.
 
     Attributes:
-        finish_reason: finish reason of the answer in OpenAI's sense.
+        finish_reason: OpenAI's finish reason of the answer.
         layers: every agent's answer, by layer and place; in a debate the rounds, and after them the
-            aggregator's layer. Aggregators that were asked after the last one had failed are in
-            its layer.
-        spending: what the question cost.
+            aggregator's layer. Other aggregators that were asked are in the last layer.
         time_to_first_token: seconds from the question to the answer's first token.
         seconds: seconds from the question to the answer's last token.
         substitution: what took the place of the last aggregator's answer, if that failed.
-        decisions: decisions about early exit, except those that were cancelled because the
+        decisions: decisions about early exit, except the decisions that were cancelled because the
             cluster's last answer had arrived.
-        deciding: seconds by which decisions delayed the answer: the sum along the critical path
-            of the time from a cluster's last answer until its readers got it, for whatever reason.
-            The critical path leads from the last aggregator back through the layers, in each layer
+        deciding: seconds by which decisions delayed the answer: the sum, along the critical path,
+            of the time from a cluster's last answer until its readers got it, for any reason. The
+            critical path leads from the last aggregator back through the layers, in each layer
             through the answer that came last.
         in_one_request_for: on a staircase, parameters for which every agent wrote its answer in one
             request, from whole answers.

@@ -1,7 +1,7 @@
-"""Build prompts of aggregators and debaters; cut answers into chunks while they are written.
+"""Build prompts of aggregators and debaters, and cut answers into chunks while they are written.
 
-In each round of a staircase (Staircase Streaming, arXiv 2510.05059), the prompts of the next layer
-grow by the next chunk of every answer that it reads (``ChunkedText``, ``GrowingPrompt``).
+In each round of a staircase (Staircase Streaming, arXiv 2510.05059), a reader's prompt grows by the
+next chunk of every answer (``ChunkedText``, ``GrowingPrompt``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.link.streamed_text import StreamedText
-from flashmoa.moa.results import MixtureFailed, common_refusal
+from flashmoa.moa.results import MixtureFailed, common_refusal, describe
 from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Steps
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ Layout = Literal["answers-first", "question-first"]
 Memory = Literal["all", "last"]
 # How readers read an answer: the text before it, and the text in place of both if it is left out.
 AnswerForm = tuple[str, str]
-# For each earlier round or layer: every answer in each of its forms, or the marks of these.
+# For each earlier round or layer: every answer in all its forms, or their marks.
 Rounds = Sequence[Sequence[tuple[str, ...]]]
 
 _AGGREGATE = (
@@ -92,7 +92,7 @@ class AggregationPrompt:
         return [{"role": "system", "content": instruction}, *before, *after]
 
     def forms(self, places: Sequence[int]) -> list[list[AnswerForm]]:
-        """Return the forms in which readers read the answers at these places of a layer."""
+        """Return the forms of the answers at these places of a layer."""
         return [[(self.title(number), "")] for number in range(1, len(places) + 1)]
 
     def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:
@@ -108,13 +108,13 @@ class AggregationPrompt:
 class DebatePrompt:
     """The prompts of a debate.
 
-    A debater's own answers are its assistant messages. The user message after each of them has the
-    other debaters' answers.
+    A debater's own answers are its assistant messages. The user message after each own answer has
+    the other debaters' answers.
 
     Attributes:
         instruction: text before the others' answers, so that it can be prefilled first.
         heading: text before each of the others' answers; ``{number}`` is the debater, from 1.
-        absent: text in place of a debater's own answer in a round in which it failed.
+        absent: text in place of a debater's own answer if it failed.
         memory: which earlier rounds a prompt has. ``all``, as published: the prompt begins with the
             debater's previous prompt. ``last`` needs less context.
         staircase_instruction: takes the place of ``instruction`` on a staircase, where a debater's
@@ -141,7 +141,7 @@ class DebatePrompt:
         return self.heading.replace("{number}", str(number))
 
     def forms(self, places: Sequence[int]) -> list[list[AnswerForm]]:
-        """Return the forms in which a debater reads its own answer, and the others read it."""
+        """Return the form of each answer for its debater, and the form for the others."""
         return [[("", self.absent), (self.title(place + 1), "")] for place in places]
 
     def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:
@@ -192,10 +192,10 @@ def conversation(question: Question) -> Messages:
 
 
 def fair_shares(lengths: Sequence[int], room: int | None) -> list[int]:
-    """Return to which lengths answers must be cut so that all fit into ``room``; ``None``: to none.
+    """Return the length of each answer after cutting all to fit ``room``; ``None``: cut nothing.
 
-    Short answers stay whole. The room that they do not need goes to the longer ones, which are cut
-    to one length (max-min fairness). All numbers have the same unit, tokens or characters.
+    Short answers stay whole. The longer answers get the rest of the room, and are cut to one length
+    (max-min fairness). All numbers have the same unit, tokens or characters.
     """
     if room is None:
         return [*lengths]
@@ -211,7 +211,7 @@ def cut_answer(text: str, length: int, share: int) -> str:
     """Return the beginning of an answer of ``length`` tokens that has at most ``share`` tokens."""
     if share >= length:
         return text
-    # The token at which a text is cut may become two.
+    # The token at the cut may become two tokens.
     return text[: len(text) * max(0, share - 1) // length]
 
 
@@ -269,9 +269,9 @@ class ChunkedText:
                     if left == 0:
                         self.chunk(number).close()
         except UpstreamCancelled:
-            pass  # Readers get the chunks that were written.
+            pass  # Readers get the chunks so far.
         except Exception as error:
-            self.error, self.problem = error, str(error) or type(error).__name__
+            self.error, self.problem = error, describe(error)
             text = "%s ends early: %s. Its readers continue with what it has written."
             logger.warning(text, self.source.name, self.problem.removesuffix("."))
         self._count = number + 1
@@ -298,19 +298,19 @@ class GrowingPrompt:
         rounds = [
             [f"{source.chunk(round_)}" for source in self.sources] for round_ in range(number + 1)
         ]
-        slots = [chunk for chunks in rounds for chunk in chunks]
+        answers = [chunk for chunks in rounds for chunk in chunks]
         if self.steps.order == "contiguous":
             texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
-            slots = [f"{self.prompt.title(n)}{text}" for n, text in enumerate(texts, 1)]
-        return self.prompt.messages(self.question, slots)
+            answers = [f"{self.prompt.title(n)}{text}" for n, text in enumerate(texts, 1)]
+        return self.prompt.messages(self.question, answers)
 
     def is_last_round(self, number: int) -> bool:
-        """Return whether it is certain that no chunks follow those of a round, from 0."""
+        """Return whether certainly no chunks follow the chunks of a round, from 0."""
         return all(source.ends_before(number + 1) for source in self.sources)
 
     def raise_if_all_failed(self) -> None:
         """Raise MixtureFailed if no source has written anything."""
-        if all(chunked.failed for chunked in self.sources):
-            problems = (f"{chunked.source.name}: {chunked.problem}" for chunked in self.sources)
+        if all(source.failed for source in self.sources):
+            problems = (f"{source.source.name}: {source.problem}" for source in self.sources)
             failure = MixtureFailed(f"no agent answered; {'; '.join(problems)}")
-            raise failure from common_refusal([chunked.error for chunked in self.sources])
+            raise failure from common_refusal([source.error for source in self.sources])

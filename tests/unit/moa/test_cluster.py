@@ -12,7 +12,6 @@ import pytest
 
 from flashmoa import EngineClient, Text
 from flashmoa.moa import Limits, Model
-from flashmoa.moa import cluster as cluster_module
 from flashmoa.moa.agent import Agent
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
 from flashmoa.moa.early_exit import EarlyExit, Embedding, ScoredAnswers
@@ -169,12 +168,9 @@ async def test_answers_are_copied_before_their_room_is_known() -> None:
     assert all(member.slots[0].text.is_complete for member in agents)
 
 
-async def test_answers_do_not_wait_for_an_engine_that_does_not_tell_its_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cluster_module, "_ROOM_SECONDS", 0.01)
+async def test_answers_do_not_wait_for_an_engine_that_does_not_tell_its_room() -> None:
     agents = members("one", "two")
-    cluster = Cluster(agents, find_room=anyio.sleep_forever)
+    cluster = Cluster(agents, find_room=anyio.sleep_forever, room_timeout=0.01)
     with anyio.fail_after(10):
         await cluster.run()
     assert [await member.slots[0].text for member in agents] == ["one", "two"]

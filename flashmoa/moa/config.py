@@ -1,7 +1,7 @@
 """Read the TOML file of ``flashmoa moa serve`` (``read_file``), whose tables are the settings.
 
-A file with one model has its keys at the top. A file with several has a table ``[systems.NAME]``
-of these keys for each. In both, agents refer to tables ``[models.NAME]`` by ``use = "NAME"``, or by
+A file that serves one system has its keys at the top. A file that serves several has a table
+``[systems.NAME]`` for each. Agents refer to tables ``[models.NAME]`` with ``use = "NAME"``, or with
 the name alone. ``docs/mixture-of-agents.md`` has examples, and all keys.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -45,10 +46,9 @@ class ConfigError(FlashMoAError):
 
 @dataclass(frozen=True, slots=True)
 class ServedSystem:
-    """A model of the server.
+    """A mixture, staircase or debate, which clients ask for by its name.
 
     Attributes:
-        name: what clients ask for.
         engines: the clients of its engines, by URL and API key.
     """
 
@@ -70,7 +70,7 @@ class ServedSystem:
 
 @dataclass(slots=True)
 class _File:
-    """What the tables of one system refer to: the tables ``[models.NAME]``, and engines."""
+    """The tables ``[models.NAME]``, and the engines of one system."""
 
     models: Mapping[str, dict[str, Any]]
     engines: dict[tuple[str, str | None], EngineClient] = field(
@@ -78,7 +78,6 @@ class _File:
     )
 
     def connect(self, url: str, api_key: str | None) -> EngineClient:
-        """Return the client of an engine. Raises: ValueError if the URL is not one."""
         if (url, api_key) not in self.engines:
             self.engines[url, api_key] = EngineClient(url, api_key=api_key)
         return self.engines[url, api_key]
@@ -114,14 +113,14 @@ class _NamedModel(Sampling):
 class ModelTable(_NamedModel):
     """``repeat`` agents with one model, and their sampling parameters.
 
-    With several ``engines``, each agent asks another one first, and the others if that fails.
-    ``extra_body`` has parameters of the engine that :class:`Sampling` does not know.
+    With several ``engines``, agents take turns: each asks another engine first, and has the others
+    as backups. ``extra_body`` has parameters of the engine that :class:`Sampling` does not know.
     """
 
     @model_validator(mode="before")
     @classmethod
     def _use(cls, table: Any, info: ValidationInfo) -> Any:
-        """Return the table of a model that is given by its name, or with keys besides ``use``."""
+        """Return a model's table with the keys of the table that it uses."""
         used: Any = {"use": table} if isinstance(table, str) else table
         if not isinstance(used, dict) or "use" not in used:
             return table
@@ -139,22 +138,19 @@ class ModelTable(_NamedModel):
         return self
 
     def build(self, file: _File) -> list[Model]:
-        """Return an agent's model for each agent. Their engines take turns at being the first."""
         urls = [self.engine] if self.engine is not None else self.engines
-        engines = [file.connect(url, self.api_key) for url in urls]
+        turns = deque(file.connect(url, self.api_key) for url in urls)
         sampling = {**self.given_parameters(), **self.extra_body}
         models: list[Model] = []
-        for number in range(self.repeat):
-            first = number % len(engines)
-            backups = [*engines[first + 1 :], *engines[:first]]
-            models.append(
-                Model(engines[first], self.model, sampling, backups, self.limits, self.role)
-            )
+        for _ in range(self.repeat):
+            first, *backups = turns
+            models.append(Model(first, self.model, sampling, backups, self.limits, self.role))
+            turns.rotate(-1)
         return models
 
 
 class _PromptTable(_Table):
-    """An :class:`AggregationPrompt`; a key that is not given is that of the whole file's."""
+    """The keys of an :class:`AggregationPrompt`. A layer's keys go before the system's."""
 
     layout: Layout | None = None
     instruction: str | None = None
@@ -166,7 +162,7 @@ class _PromptTable(_Table):
 
 
 class _LayerTable(_PromptTable):
-    """The models of one layer, their prompt, and the quorum of those who read them."""
+    """A layer's models and prompt, and the quorum of its readers."""
 
     models: list[ModelTable] = Field(min_length=1)
     quorum: Quorum | None = None
@@ -197,7 +193,7 @@ class _EarlyExitTable(EarlyExit):
 
 
 class _SystemTable(_PromptTable):
-    """A whole file, or the table of one model in a file with several; see its kinds below."""
+    """The keys that all kinds of systems have in common."""
 
     name: str = "moa"
     kind: Literal["mixture", "staircase", "debate"] = "mixture"
@@ -222,7 +218,7 @@ class _SystemTable(_PromptTable):
         return AggregationPrompt(**{**defaults, **self.given(), **layer.given()})
 
     def build_pair(self, file: _File) -> tuple[list[Model], Model, AggregationPrompt]:
-        """Return the agents of the first layer, and the one of the second with its prompt."""
+        """Return the agents of the first layer, and the aggregator with its prompt."""
         layers = self.build_agents(file)
         if len(layers) != 2 or len(layers[1]) != 1:
             needs = "two layers, and one agent in the second"
@@ -296,11 +292,11 @@ _KEYS = {
 
 
 def read_file(path: Path) -> list[ServedSystem]:
-    """Return what a file describes, in its order.
+    """Return the systems that a file describes, in its order.
 
     Raises:
         OSError: if it cannot be read.
-        ConfigError: if it is not valid; the message names the key, its table and what is valid.
+        ConfigError: if it is not valid; the message names the key, its table and the valid values.
     """
     try:
         return read_tables(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -311,7 +307,7 @@ def read_file(path: Path) -> list[ServedSystem]:
 
 
 def read_tables(tables: Mapping[str, Any]) -> list[ServedSystem]:
-    """Return what the tables of a file describe. Raises: ConfigError, as :func:`read_file`."""
+    """Return the systems that a file's tables describe. Raises: ConfigError."""
     tables = dict(tables)
     models = _expect_tables(tables.pop("models", {}), "models")
     for name, table in models.items():

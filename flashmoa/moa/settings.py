@@ -64,8 +64,8 @@ class Steps:
             most ``largest``. The paper does not give them.
         order: the order of chunks in the prompt. ``contiguous``: each text in one piece, so a large
             part of the prompt moves in every round. ``rounds``: each round's chunks after all
-            earlier chunks, so only the aggregator's answer moves, which follows them. The paper
-            calls this its prefix-cached variant.
+            earlier chunks, so only the aggregator's answer moves, which follows them. This is
+            the paper's prefix-caching variant.
 
     Raises: ValueError if a number is out of its range.
     """

@@ -1,9 +1,8 @@
 """Describe which agents of a Mixture-of-Agents read which others (``Topology``); pure.
 
-The agents of the first layer read only the question. Those of a later layer read agents of the
+The agents of the first layer read only the question. An agent of a later layer reads agents of the
 layer before. The last layer is one agent. In the dense form every agent reads the whole layer
-before; in a tree each agent reads a separate cluster of it and need not wait for other clusters
-(Faster-MoA §4.1).
+before; in a tree each agent reads, and waits for, a cluster of its own (Faster-MoA §4.1).
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ class Topology:
 
     @classmethod
     def of(cls, widths: Sequence[int], given: Topology | str | None) -> Topology:
-        """Return the topology of layers of these widths; by default a tree.
+        """Return the given topology, or a tree of these widths.
 
-        Raises: ValueError if the given one has other widths, or as :meth:`parse` and :meth:`tree`.
+        Raises: ValueError if the given topology has other widths; see also :meth:`parse`.
         """
         topology = cls.parse(given) if isinstance(given, str) else given or cls.tree(*widths)
         if topology.widths != tuple(widths):
@@ -105,7 +104,7 @@ class Topology:
 def critical_path(
     reads: Sequence[Sequence[Reads]], last: Callable[[ClusterKey], int]
 ) -> list[ClusterKey]:
-    """Return the clusters that the answer waited for, from the last aggregator's back.
+    """Return the clusters that the answer waited for, from the last aggregator's cluster back.
 
     Args:
         reads: for each agent of each layer, the agents that it reads.

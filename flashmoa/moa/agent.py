@@ -191,7 +191,7 @@ class Agent(Answer):
         The prompt is prefilled while the chunks are written. If a round's chunks do not fit into
         the context, the agent completes the answer from the chunks of the previous rounds.
         """
-        # Two requests may each write a part of one stop text, which no engine would find.
+        # No engine finds a stop text that two requests write together.
         stops: str | list[str] = self._sampling.pop("stop", None) or []
         self._stops = StopFilter([stops] if isinstance(stops, str) else stops)
         self._announced = self._announce_round(prompt, 0)
@@ -263,7 +263,7 @@ class Agent(Answer):
 
         Args:
             size: number of tokens in the part; ``None``: the rest of the answer.
-            max_visible: number of pieces, without thought, after which the part ends.
+            max_visible: the part ends after that number of pieces, without thought.
         """
         pending, self._announced = self._announced, None
         # While this agent waited, another may have found that the engine does not answer.

@@ -70,7 +70,7 @@ class ServedSystem:
 
 @dataclass(slots=True)
 class _File:
-    """The tables ``[models.NAME]``, and the engines of one system."""
+    """The tables ``[models.NAME]``, and a system's engines."""
 
     models: Mapping[str, dict[str, Any]]
     engines: dict[tuple[str, str | None], EngineClient] = field(

@@ -150,7 +150,7 @@ class Decision:
 
 @dataclass(slots=True)
 class ScoredAnswers:
-    """Scores the complete answers of one cluster, in the order of their completion.
+    """Scores a cluster's complete answers, in the order of their completion.
 
     Attributes:
         of: number of agents in the cluster.

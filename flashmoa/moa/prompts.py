@@ -92,7 +92,7 @@ class AggregationPrompt:
         return [{"role": "system", "content": instruction}, *before, *after]
 
     def forms(self, places: Sequence[int]) -> list[list[AnswerForm]]:
-        """Return the forms of the answers at these places of a layer."""
+        """Return the form of each answer at these places of a layer."""
         return [[(self.title(number), "")] for number in range(1, len(places) + 1)]
 
     def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:

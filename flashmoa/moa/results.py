@@ -17,7 +17,7 @@ Status = Literal["used", "left out", "failed"]
 
 
 class MixtureFailed(FlashMoAError):
-    """Raised when no answer could be made. ``__cause__`` is the error of one of the agents."""
+    """Raised when no answer could be made. ``__cause__`` is an agent's error."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def common_refusal(errors: Sequence[Exception | None]) -> RequestRefused | None:
 
 @dataclass(slots=True)
 class StaircaseRound:
-    """Records one round of an agent on a staircase; times in Unix seconds.
+    """Records an agent's round on a staircase; times in Unix seconds.
 
     Attributes:
         text: the part of the answer that the agent wrote in this round.
@@ -70,7 +70,7 @@ class StaircaseRound:
 
 @dataclass(slots=True)
 class AgentAnswer:
-    """Records the answer of one agent; times in Unix seconds.
+    """Records an agent's answer; times in Unix seconds.
 
     Attributes:
         layer, place: position in the topology, from 0; in a debate, the round and the debater.
@@ -171,7 +171,7 @@ class Result:
             of the time from a cluster's last answer until its readers got it, for any reason. The
             critical path leads from the last aggregator back through the layers, in each layer
             through the answer that came last.
-        in_one_request_for: on a staircase, parameters for which every agent wrote its answer in one
+        in_one_request_for: parameters that made every agent of a staircase write its answer in one
             request, from whole answers.
     """
 

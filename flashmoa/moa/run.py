@@ -72,8 +72,8 @@ class System:
         topology: which agents read which.
         prompts: the prompt of each layer after the first.
         quorums: how many answers suffice, for each layer but the last.
-        steps: the chunks in which agents read answers that are being written; ``None``: agents
-            wait for whole answers.
+        steps: the chunks that agents read while other agents write; ``None``: agents wait for whole
+            answers.
         early_exit: decides which agents are waited for; ``None``: all. It needs whole answers.
     """
 
@@ -107,7 +107,7 @@ class System:
         return policy is not None and any(policy.applies_to(len(reads)) for reads in clusters)
 
     def in_one_request_for(self, sampling: Sampling | None = None) -> list[str]:
-        """Return the names of the parameters for which no agent can write its answer in steps.
+        """Return the names of the parameters that keep agents from writing in steps.
 
         Without ``steps`` there are none. The first layer always writes in one request.
 

@@ -159,7 +159,7 @@ def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"did you mean {near[0]!r}?" if near else otherwise or f"use one of {', '.join(names)}"
 
 
-# An engine may refuse a request because of these parameters, though their types are right.
+# Parameters that an engine may refuse though their types are right.
 _REFUSABLE = (
     "max_tokens", "max_completion_tokens", "min_tokens", "logit_bias", "stop_regex", "regex",
     "ebnf", "response_format", "chat_template_kwargs", "reasoning_effort", "tools", "tool_choice",
@@ -173,7 +173,7 @@ _OF_ONE_REQUEST = (
 
 
 def can_be_refused(parameters: Mapping[str, Any]) -> bool:
-    """Return whether an engine may refuse a request because of these parameters."""
+    """Return whether there is a parameter that an engine may refuse."""
     return any(parameters.get(name) is not None for name in _REFUSABLE)
 
 

@@ -1,4 +1,4 @@
-"""Define mixtures of agents, staircases and debates: who reads whom, with which prompt.
+"""Define mixtures of agents, staircases and debates: their topologies and prompts.
 
 See Faster-MoA (arXiv 2512.18126), Staircase Streaming (arXiv 2510.05059), and for debates Du et al.
 2023 (arXiv 2305.14325).
@@ -78,7 +78,7 @@ class Staircase(System):
             same holds for parameters of the question, and for other aggregators in its place.
         prompt: the aggregator's prompt. With the order ``rounds`` its layout should be
             ``question-first``, the default, since only the end of a prompt can grow.
-        steps: the chunks in which it reads, and their order in its prompt.
+        steps: the length of the chunks that it reads, and their order in its prompt.
         quorum: how many proposers suffice after some time: to begin with, and in the end.
         settings: see :class:`flashmoa.moa.run.SystemSettings`.
 
@@ -120,9 +120,9 @@ class Debate(System):
         rounds: how often each debater answers.
         aggregator: reads the answers of the last round and writes the result.
         prompt: the debaters' prompt.
-        staircase: the chunks in which debaters and the aggregator read the round before, while they
-            write themselves. By default they wait for whole answers, and so they do for parameters
-            that need one request (``in_one_request_for`` of the result).
+        staircase: the chunks that debaters and the aggregator read while other debaters write. By
+            default they wait for whole answers. If a parameter needs one request, they always wait
+            (``in_one_request_for`` of the result).
         quorum: how many answers of a round suffice after some time; ``None``: wait for all.
         settings: see :class:`flashmoa.moa.run.SystemSettings`.
 

@@ -83,7 +83,7 @@ class Topology:
 
     @classmethod
     def of(cls, widths: Sequence[int], given: Topology | str | None) -> Topology:
-        """Return the given topology, or a tree of these widths.
+        """Return the given topology, or by default a tree.
 
         Raises: ValueError if the given topology has other widths; see also :meth:`parse`.
         """

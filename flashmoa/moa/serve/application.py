@@ -33,8 +33,8 @@ from flashmoa.moa.serve.chat_completions import (
 
 logger = logging.getLogger(__name__)
 
-# A question takes several answers, one after another.
-_SECONDS = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
+# In seconds. A question takes several answers, one after another.
+_BUCKETS = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -80,7 +80,7 @@ def application(systems: Sequence[ServedSystem], options: ServeOptions | None = 
 
 
 class _AsciiResponse(JSONResponse):
-    """JSON in ASCII: an engine's error may have half a surrogate pair, which UTF-8 cannot encode."""
+    """JSON in ASCII: UTF-8 cannot encode half a surrogate pair, as in some errors of engines."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False).encode()
@@ -108,9 +108,9 @@ class _Metrics:
         self.tokens = self._make(Counter, "tokens", "Tokens by kind", "agent_model", "kind")
         text = "Answers that another agent gave in place of the last one"
         self.substitutions = self._make(Counter, "substitutions", text, "kind")
-        self.seconds = self._make(Histogram, "seconds", "Time of a question", buckets=_SECONDS)
+        self.seconds = self._make(Histogram, "seconds", "Time of a question", buckets=_BUCKETS)
         text = "Time to a streamed answer's first token"
-        self.first_token = self._make(Histogram, "first_token_seconds", text, buckets=_SECONDS)
+        self.first_token = self._make(Histogram, "first_token_seconds", text, buckets=_BUCKETS)
 
     def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
         return kind(

@@ -20,6 +20,7 @@ from tests.unit.engine.faulty_engine import (
     start_events,
 )
 
+NOWHERE = "http://127.0.0.1:9"
 # What a model writes: pieces of text, ("thought", text) for what a parser on the engine has
 # separated, and ("end", how) if it does not end as it should: "cut" or "hang", "abort", or "no
 # usage" after its finish reason.

@@ -1,7 +1,9 @@
 """Define mixtures of agents, staircases and debates: their topologies and prompts.
 
 See Faster-MoA (arXiv 2512.18126), Staircase Streaming (arXiv 2510.05059), and for debates Du et al.
-2023 (arXiv 2305.14325).
+2023 (arXiv 2305.14325). In all of them, an answer that fails or is empty is left out. If answers do
+not fit into a reader's context, the longest are cut first. The result's records show both.
+:class:`flashmoa.moa.run.SystemSettings` are their common settings.
 """
 
 from __future__ import annotations
@@ -21,19 +23,15 @@ class MixtureOfAgents(System):
     """Lets proposers answer a question, and layers of aggregators combine their answers into one.
 
     While agents write, their answers flow into the prompts of their readers (Faster-MoA §4.3).
-    ``early_exit`` cancels agents that are no longer needed (§4.2). An answer that fails or is empty
-    is left out. If answers do not fit into a reader's context, the longest are cut first. The
-    result's records show both.
 
     Args:
         layers: the models, from the proposers' layer to the last aggregator's.
         topology: which agents read which: a :class:`Topology`, ``9-3-1`` for a tree or ``9x9x1``
             for all-to-all. The default is a tree of the layers' widths.
         prompt: the aggregators' prompt, or a prompt for each layer after the first.
-        early_exit: policy for all clusters in all layers; ``None``: wait for every agent.
+        early_exit: cancels agents that are no longer needed (§4.2), in clusters of any layer.
         quorum: how many answers of a cluster suffice after some time, or one such setting for each
-            layer but the last; ``None``: wait for all.
-        settings: see :class:`flashmoa.moa.run.SystemSettings`.
+            layer but the last.
 
     Raises: ValueError if the layers do not match the topology, or the prompts or quorums the
         layers.
@@ -78,9 +76,7 @@ class Staircase(System):
             same holds for parameters of the question, and for other aggregators in its place.
         prompt: the aggregator's prompt. With the order ``rounds`` its layout should be
             ``question-first``, the default, since only the end of a prompt can grow.
-        steps: the length of the chunks that it reads, and their order in its prompt.
         quorum: how many proposers suffice after some time: to begin with, and in the end.
-        settings: see :class:`flashmoa.moa.run.SystemSettings`.
 
     Raises: ValueError if there are no proposers.
     """
@@ -112,19 +108,16 @@ class Debate(System):
 
     In the first round each debater answers alone. In every later round it reads the answers that
     all debaters gave in the round before. While debaters write, their answers flow into the prompts
-    of the next round. An answer that fails or is empty is left out. If answers do not fit into a
-    reader's context, the longest are cut first. The result's records show both.
+    of the next round.
 
     Args:
         debaters: at least two models.
         rounds: how often each debater answers.
         aggregator: reads the answers of the last round and writes the result.
-        prompt: the debaters' prompt.
         staircase: the chunks that debaters and the aggregator read while other debaters write. By
             default they wait for whole answers. If a parameter needs one request, they always wait
             (``in_one_request_for`` of the result).
-        quorum: how many answers of a round suffice after some time; ``None``: wait for all.
-        settings: see :class:`flashmoa.moa.run.SystemSettings`.
+        quorum: how many answers of a round suffice after some time.
 
     Raises: ValueError if there are fewer than two debaters, or no round.
     """

@@ -362,11 +362,11 @@ class SystemRun:
         lengths = [answer.tokens for answer in answers]
         empty = add_role(self._last_prompt(titles), model.role)
         shares = fair_shares(lengths, await room_for_answers([model], empty, lengths))
-        slots = [
+        titled = [
             title + cut_answer(answer.text, length, share)
             for title, answer, length, share in zip(titles, answers, lengths, shares, strict=True)
         ]
-        return self._ask(len(self._models) - 1, model, self._last_prompt(slots), written)
+        return self._ask(len(self._models) - 1, model, self._last_prompt(titled), written)
 
     def _last_prompt(self, answers: Sequence[str]) -> Messages:
         """Return the last aggregator's prompt with titled answers."""

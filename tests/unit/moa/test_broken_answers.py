@@ -10,23 +10,20 @@ from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.errors import RequestRefused
 from flashmoa.moa import (
     AgentAnswer,
-    AggregationPrompt,
     Debate,
     Fallback,
     Limits,
     MixtureFailed,
-    MixtureOfAgents,
     Model,
     Result,
     Staircase,
     Steps,
 )
 from flashmoa.moa.serve.chat_completions import error_body
-from tests.unit.moa.scripted_engine import Script, scripted_engine
+from tests.unit.moa.scripted_engine import Script, mix, scripted_engine
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = AggregationPrompt("question-first", "Weigh:")
 SCRIPTS: dict[str, Script] = {
     "whole": ["It is ", "18."],
     "rest": ["is ", "18."],
@@ -48,7 +45,7 @@ async def ask(first: str, backup: str, **more: Any) -> Result:
         scripted_engine({"m": SCRIPTS[backup]}) as (_, other),
     ):
         last = Model(client, "m", backups=[other], **more)
-        return await MixtureOfAgents([[Model(client, "whole")], [last]], prompt=PROMPT).answer("?")
+        return await mix(client, ["whole"], last).answer("?")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +97,7 @@ def system(kind: str, proposer: Model, last: Model, **more: Any) -> Any:
     if "debate" in kind:
         steps = Steps() if kind == "debate staircase" else None
         return Debate([proposer] * 2, 2, last, staircase=steps, **more)
-    return MixtureOfAgents([[proposer], [last]], prompt=PROMPT, **more)
+    return mix(proposer.engine, [proposer], last, **more)
 
 
 KINDS = pytest.mark.parametrize("kind", ["mixture", "staircase", "debate"])
@@ -188,7 +185,6 @@ async def test_a_question_that_all_refuse_is_a_mistake(kind: str) -> None:
 
 async def test_a_question_that_some_refuse_is_not() -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
-        layers = [[_refused(client), Model(client, "empty")], [Model(client, "rest")]]
         with pytest.raises(MixtureFailed) as failure:
-            await MixtureOfAgents(layers, prompt=PROMPT).answer("?")
+            await mix(client, [_refused(client), "empty"], "rest").answer("?")
         assert error_body(failure.value)[0] == 502

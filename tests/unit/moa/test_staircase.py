@@ -64,19 +64,21 @@ async def test_round_that_is_not_begun_is_released(requests: RecordedRequests, e
             assert all(requests.over[id(pending)] for pending in requests.announced)
 
 
-async def test_white_space_after_thought_leaves_the_stream(requests: RecordedRequests) -> None:
-    """The first part is thought and a line break, and the aggregator is asked again.
-
-    The next round keeps its stream.
-    """
-    last = [*[("thought", "a ")] * 7, "\n", *(f"w{number} " for number in range(12))]
+# The first part has 8 tokens. It is all thought, or thought and a line break.
+@pytest.mark.parametrize("begin", [[("thought", "a ")] * 20, [*[("thought", "a ")] * 7, "\n"]])
+async def test_a_thinking_aggregator_is_asked_until_it_answers(
+    requests: RecordedRequests, begin: list[Any]
+) -> None:
+    last = [*begin, *(f"w{number} " for number in range(12))]
     async with scripted_engine({"first": ["one "] * 20, "last": last}) as (engine, client):
         stairs = Staircase([Model(client, "first")], Model(client, "last"))
         result = await stairs.answer("Count.")
     asked = [body for body in engine.bodies if body["model"] == "last"]
     assert [body.get("max_tokens") for body in asked[:2]] == [8, None]
     assert asked[0]["messages"] == asked[1]["messages"]
-    assert "continue_final_message" not in asked[1] and "w0 w1" in result.text
+    assert "continue_final_message" not in asked[1]
+    assert "w0 w1 w2 w3 w4 w5 w6 w7 " in result.text and "a a" not in result.text
+    # The next round keeps its stream, which a first piece of white space has announced.
     names = [pending._agent for pending in requests.announced]
     assert len(names) > 1 and len(set(names)) == len(names)
 

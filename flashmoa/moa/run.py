@@ -176,8 +176,7 @@ class SystemRun:
         # What the readers of a cluster read: whole answers, or on a staircase chunks.
         self._clusters: dict[ClusterKey, Cluster] = {}
         self._chunked: dict[ClusterKey, list[ChunkedText]] = {}
-        self._quorums: list[anyio.CancelScope] = []
-        self._is_cancelled = False
+        self._cancelled = anyio.Event()
         for layer in range(len(self._models)):
             self._ask_layer(layer)
         [last] = self._agents[-1]
@@ -224,8 +223,8 @@ class SystemRun:
 
     def cancel(self) -> None:
         """Stop every agent that has not finished."""
-        self._is_cancelled = True
-        for part in (*self._quorums, *self._clusters.values(), *self.agents, self._final):
+        self._cancelled.set()
+        for part in (*self._clusters.values(), *self.agents, self._final):
             part.cancel()
 
     def _ask_layer(self, layer: int) -> None:
@@ -304,20 +303,19 @@ class SystemRun:
         When the time is over and a quorum of agents has begun, the agents that have not begun are
         left out. When a quorum is complete, the other agents end where they are.
         """
-        with anyio.CancelScope() as scope:
-            self._quorums.append(scope)
-            await wait_for_several([agent.asked.wait for agent in agents], 1)
-            await anyio.sleep(quorum.seconds)
-            begun = [partial(_wait_for_text, agent) for agent in agents]
-            await wait_for_several(begun, quorum.answers)
-            for agent in agents:
-                if not agent.is_over and not agent.written:
-                    agent.record.status = "left out"
-                    agent.cancel()
-            await wait_for_several([agent.complete for agent in agents], quorum.answers)
-            for agent in agents:
-                if not agent.is_over:
-                    agent.cancel()
+        await wait_for_several([agent.asked.wait for agent in agents], 1)
+        with anyio.move_on_after(quorum.seconds):
+            await self._cancelled.wait()
+        begun = [partial(_wait_for_text, agent) for agent in agents]
+        await wait_for_several(begun, quorum.answers)
+        for agent in agents:
+            if not agent.is_over and not agent.written:
+                agent.record.status = "left out"
+                agent.cancel()
+        await wait_for_several([agent.complete for agent in agents], quorum.answers)
+        for agent in agents:
+            if not agent.is_over:
+                agent.cancel()
 
     async def _room(self, layer: int, places: Reads) -> int | None:
         """Return how many tokens the answers at ``places`` may have for all their readers.
@@ -349,7 +347,7 @@ class SystemRun:
             try:
                 await agent
             except Exception:
-                if self._is_cancelled:
+                if self._cancelled.is_set():
                     raise
         return self._records()[:-1]
 

@@ -85,3 +85,13 @@ async def test_each_round_waits_for_a_quorum(staircase: Steps | None) -> None:
     hung = "left out" if staircase is None else "used"
     for round_ in result.layers[:2]:
         assert [answer.status for answer in round_] == ["used", hung, "used"]
+
+
+@pytest.mark.anyio
+async def test_leaving_a_staircase_does_not_wait_for_its_quorum() -> None:
+    async with scripted_engine({"hung": ["It ", ("end", "hang")]}) as (_, client):
+        model = Model(client, "hung")
+        debate = Debate([model, model], 2, model, staircase=Steps(), quorum=Quorum(1, 3600))
+        with anyio.fail_after(20):
+            async with debate.answering("What is 2 + 2?") as run:
+                await run.agents[0].asked.wait()

@@ -75,7 +75,7 @@ def application(systems: Sequence[ServedSystem], options: ServeOptions | None = 
         Route("/health", server.health),
         Route("/metrics", server.show_metrics),
     ]
-    handlers: dict[Any, Any] = {ChatRequestRefused: _answer_error}
+    handlers: dict[Any, Any] = {ChatRequestRefused: _refuse}
     return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
 
 
@@ -86,14 +86,10 @@ class _AsciiResponse(JSONResponse):
         return json.dumps(content, allow_nan=False).encode()
 
 
-def _error_response(error: Exception, engines: Mapping[str, str] | None = None) -> Response:
-    status, body = error_body(error, engines)
+async def _refuse(_request: Request, error: Exception) -> Response:
+    status, body = error_body(error)
     headers = {"Retry-After": "5"} if status == 429 else None
     return _AsciiResponse(body, status, headers=headers)
-
-
-async def _answer_error(_request: Request, error: Exception) -> Response:
-    return _error_response(error)
 
 
 class _Metrics:
@@ -133,6 +129,9 @@ class _Question:
     _started: float = field(default_factory=time.monotonic)
     _has_begun: bool = False
 
+    def make_completion(self) -> Completion:
+        return Completion(self.served.name, self.served.engine_names)
+
     @asynccontextmanager
     async def answering(self) -> AsyncGenerator[Any]:
         """Yield its run. Count its tokens however it ends, estimated if no engine counted."""
@@ -162,12 +161,13 @@ class _Question:
         for agent in result.agents:
             metrics.agents.labels(name, agent.model, agent.status).inc()
 
-    def fail(self, error: Exception) -> None:
-        """Log why the question is not answered."""
-        status, _ = error_body(error)
+    def fail(self, error: Exception) -> tuple[int, dict[str, Any]]:
+        """Log why the question is not answered. Return the status and the body of the error."""
+        status, body = error_body(error, self.served.engine_names)
         self.ending = "refused" if status < 500 else "failed"
         unexpected = error if status == 500 else None
         logger.warning("%s did not answer: %s", self.served.name, error, exc_info=unexpected)
+        return status, body
 
 
 class _Server:
@@ -202,7 +202,8 @@ class _Server:
                 await self._answer(request, send, _Question(chat, served, self._metrics))
         except ChatRequestRefused as error:
             self._metrics.questions.labels(name, "refused").inc()
-            await _error_response(error)(scope, receive, send)
+            response = await _refuse(request, error)
+            await response(scope, receive, send)
         except ClientDisconnect:
             self._metrics.questions.labels(name, "left").inc()
 
@@ -270,21 +271,18 @@ class _Server:
             self._metrics.questions.labels(question.served.name, question.ending).inc()
 
     async def _send_whole(self, request: Request, send: Send, question: _Question) -> None:
-        served = question.served
         try:
             async with question.answering() as run:
                 result = await run.result()
         except Exception as error:
-            question.fail(error)
-            response = _error_response(error, served.engine_names)
+            status, body = question.fail(error)
         else:
             question.finish(result)
-            response = _AsciiResponse(Completion(served.name, served.engine_names).whole(result))
-        await response(request.scope, request.receive, send)
+            status, body = 200, question.make_completion().whole(result)
+        await _AsciiResponse(body, status)(request.scope, request.receive, send)
 
     async def _stream(self, send: Send, question: _Question) -> None:
-        engines = question.served.engine_names
-        completion = Completion(question.served.name, engines)
+        completion = question.make_completion()
         async with sending_events(send, self._options.heartbeat_seconds) as send_event:
             try:
                 async with question.answering() as run:
@@ -294,8 +292,7 @@ class _Server:
                         await send_event(completion.chunk({"content": piece}))
                     result = await run.result()
             except Exception as error:
-                question.fail(error)
-                await send_event(error_body(error, engines)[1])
+                await send_event(question.fail(error)[1])
                 return
             question.finish(result)
             for body in completion.last_chunks(result, has_usage=question.chat.includes_usage):

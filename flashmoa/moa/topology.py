@@ -51,16 +51,15 @@ class Topology:
         ``tree(9, 3, 1)`` has three clusters of three, and one of the three aggregators.
         """
         _check_widths(widths)
-        layers: list[Layer] = [((),) * widths[0]]
+        sizes: list[list[int]] = []
         for before, width in pairwise(widths):
             if width > before:
                 raise ValueError(
                     f"a layer of {width} agents follows one of {before}; in a tree each agent "
                     "reads a separate cluster, so a layer cannot be larger than the one before"
                 )
-            sizes = [before // width + (n < before % width) for n in range(width)]
-            layers.append(_make_clusters(sizes))
-        return cls(tuple(layers))
+            sizes.append([before // width + (n < before % width) for n in range(width)])
+        return cls.clusters(*sizes)
 
     @classmethod
     def clusters(cls, *sizes: Sequence[int]) -> Self:
@@ -68,7 +67,9 @@ class Topology:
         if not sizes:
             raise ValueError("there are no cluster sizes; give at least those of the first layer")
         layers: list[Layer] = [((),) * sum(sizes[0])]
-        layers += [_make_clusters(layer) for layer in sizes]
+        for layer in sizes:
+            ends = accumulate(layer, initial=0)
+            layers.append(tuple(tuple(range(begin, end)) for begin, end in pairwise(ends)))
         return cls(tuple(layers))
 
     @classmethod
@@ -116,11 +117,6 @@ def critical_path(
         path.append((layer, reads[layer][place]))
         place = last(path[-1])
     return path
-
-
-def _make_clusters(sizes: Sequence[int]) -> Layer:
-    ends = list(accumulate(sizes, initial=0))
-    return tuple(tuple(range(begin, end)) for begin, end in pairwise(ends))
 
 
 def _check_widths(widths: Sequence[int]) -> None:

@@ -401,7 +401,12 @@ class Agent(Answer):
         else:
             self.logprobs += delta.logprobs
         if delta.text:
-            self._begin_text(request)
+            request.visible += 1
+            self._engine.avoided_until = None
+            for begun in (record, *record.steps[-1:]):
+                begun.first_token = begun.first_token or time.time()
+            if self._announce_next is not None:
+                self._announced, self._announce_next = self._announce_next(), None
             if piece := self._stops.add(delta.text):
                 self._write(piece)
         if self._stops.found:
@@ -412,15 +417,6 @@ class Agent(Answer):
         if request.pieces >= request.max_pieces or request.visible >= request.max_visible:
             self.finish_reason = "length"
         return self.finish_reason is None
-
-    def _begin_text(self, request: _Request) -> None:
-        now = time.time()
-        request.visible += 1
-        self._engine.avoided_until = None
-        for record in (self.record, *self.record.steps[-1:]):
-            record.first_token = record.first_token or now
-        if self._announce_next is not None:
-            self._announced, self._announce_next = self._announce_next(), None
 
 
 def continue_answer(messages: Sequence[Message], written: str) -> tuple[Messages, dict[str, Any]]:

@@ -23,7 +23,7 @@ from tests.unit.engine.faulty_engine import (
 
 NOWHERE = "http://127.0.0.1:9"
 PROMPT = AggregationPrompt("question-first", "Weigh:")
-# What a model writes: pieces of text, ("thought", text) for what a parser on the engine has
+# What a model writes: pieces of text, ("thought", text) for thought that the engine's parser has
 # separated, and ("end", how) if it does not end as it should: "cut" or "hang", "abort", or "no
 # usage" after its finish reason.
 Script = Sequence[str | tuple[str, str]]

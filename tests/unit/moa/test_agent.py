@@ -1,4 +1,4 @@
-"""What agents think, cost and repeat, with engines that write what they are told."""
+"""Thought, costs and repetitions of agents, with engines that follow scripts."""
 
 from __future__ import annotations
 

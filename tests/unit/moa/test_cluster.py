@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 class WaitingEmbedder:
-    """An embedder to which all texts are the same; first it calls a function."""
+    """An embedder that calls a function, and returns the same for all texts."""
 
     def __init__(self, wait: Callable[[], Awaitable[object]]) -> None:
         self.wait = wait
@@ -65,7 +65,7 @@ async def run_cluster(
     return cluster
 
 
-async def test_deciding_counts_the_wait_for_earlier_decisions(
+async def test_deciding_counts_waits_for_other_decisions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0

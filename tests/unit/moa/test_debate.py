@@ -22,7 +22,7 @@ def roles(messages: list[dict[str, Any]]) -> list[str]:
     return [message["role"] for message in messages]
 
 
-def test_own_answer_is_an_assistant_message_and_others_are_in_user_messages() -> None:
+def test_own_answers_are_assistant_messages() -> None:
     prompt = DebatePrompt("Others:")
     assert prompt.for_reader(QUESTION, 0, []) == QUESTION
     messages = prompt.for_reader(QUESTION, 1, [answer_forms("three", "four", "five")])
@@ -48,7 +48,7 @@ def test_memory_keeps_all_rounds_or_the_last_one() -> None:
     assert roles(last) == ["user", "assistant", "user"] and last[1]["content"] == "c"
 
 
-def test_debate_on_a_staircase_says_for_what_it_needs_one_request() -> None:
+def test_a_staircase_names_what_needs_one_request() -> None:
     plain = Model(EngineClient("http://127.0.0.1:9"))
     strict = plain.with_sampling({"regex": "[0-9]"})
     form = {"response_format": {"type": "json_object"}, "min_tokens": 0, "stop": ["."]}
@@ -81,14 +81,14 @@ async def test_each_round_waits_for_a_quorum(staircase: Steps | None) -> None:
         with anyio.fail_after(20):
             result = await debate.answer("What is 2 + 2?")
     assert result.text == "It is 4."
-    # On a staircase, an agent that has begun is read as far as it has written.
+    # On a staircase, the text of an agent that has begun is read.
     hung = "left out" if staircase is None else "used"
     for round_ in result.layers[:2]:
         assert [answer.status for answer in round_] == ["used", hung, "used"]
 
 
 @pytest.mark.anyio
-async def test_leaving_a_staircase_does_not_wait_for_its_quorum() -> None:
+async def test_leaving_does_not_wait_for_a_quorum() -> None:
     async with scripted_engine({"hung": ["It ", ("end", "hang")]}) as (_, client):
         model = Model(client, "hung")
         debate = Debate([model, model], 2, model, staircase=Steps(), quorum=Quorum(1, 3600))

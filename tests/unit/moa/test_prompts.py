@@ -23,7 +23,7 @@ TALK = [
 ]
 
 
-def test_answers_first_puts_answers_into_the_system_message() -> None:
+def test_answers_first_is_the_system_message() -> None:
     prompt = AggregationPrompt(instruction="Weigh:", heading=" [{number}] ")
     slots = [f"{prompt.title(number)}{text}" for number, text in ((1, "two"), (2, "{three}"))]
     first, *rest = prompt.messages(TALK, slots)
@@ -47,7 +47,7 @@ def test_question_must_end_with_a_user_message(question: list[dict[str, str]]) -
 
 
 @given(st.lists(st.integers(0, 50), max_size=9), st.integers(-5, 300))
-def test_fair_shares_cut_only_the_longest_to_one_length(lengths: list[int], room: int) -> None:
+def test_fair_shares_cut_the_longest_to_one_length(lengths: list[int], room: int) -> None:
     shares = fair_shares(lengths, room)
     assert sum(shares) <= max(0, room)
     assert all(0 <= share <= length for share, length in zip(shares, lengths, strict=True))

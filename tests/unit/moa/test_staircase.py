@@ -1,4 +1,4 @@
-"""The requests of staircases, with engines that write what they are told."""
+"""The requests of staircases, with engines that follow scripts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_round_that_is_not_begun_is_released(requests: RecordedRequests, e
 
 # The first part has 8 tokens. It is all thought, or thought and a line break.
 @pytest.mark.parametrize("begin", [[("thought", "a ")] * 20, [*[("thought", "a ")] * 7, "\n"]])
-async def test_a_thinking_aggregator_is_asked_until_it_answers(
+async def test_a_thinking_agent_is_asked_until_it_answers(
     requests: RecordedRequests, begin: list[Any]
 ) -> None:
     last = [*begin, *(f"w{number} " for number in range(12))]

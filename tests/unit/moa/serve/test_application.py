@@ -1,4 +1,4 @@
-"""What clients get of engines' answers and errors, with engines that write what they are told."""
+"""Answers and errors that clients get, with engines that follow scripts."""
 
 from __future__ import annotations
 

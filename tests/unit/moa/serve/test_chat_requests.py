@@ -1,4 +1,4 @@
-"""The bodies of chat completions: what is used, what is passed on and what is refused."""
+"""The bodies of chat completions: fields are used, passed on or refused."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Client:
-    """Receives what is sent, and tells when a second heartbeat has come."""
+    """Records the bytes, and tells when a second heartbeat has come."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -27,7 +27,7 @@ class Client:
 
 
 @pytest.mark.parametrize("seconds", [0.001, 3600])
-async def test_comments_are_sent_only_while_there_is_no_event(seconds: float) -> None:
+async def test_comments_are_sent_only_without_events(seconds: float) -> None:
     client = Client()
     async with sending_events(client, seconds) as send_event:
         if seconds < 1:

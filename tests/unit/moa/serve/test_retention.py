@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SCRIPTS = {"plain": ["It is ", "18."], "cut": ["It", ("end", "cut")]}
 
 
-async def test_a_server_keeps_nothing_of_questions_that_are_over(
+async def test_a_server_keeps_nothing_of_old_questions(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # Records of warnings would be kept.

@@ -1,4 +1,4 @@
-"""Hold a debate of three agents in three rounds, with a vote; then again on a staircase.
+"""Hold a debate of three agents in two rounds; then again on a staircase.
 
 Without arguments this starts two tiny models on this machine's CPU. On your own engines:
 
@@ -8,7 +8,6 @@ Without arguments this starts two tiny models on this machine's CPU. On your own
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from engines import GUIDE, print_timeline, run_program, two_engine_parser, two_engines
@@ -20,14 +19,8 @@ from flashmoa.observe import Event
 
 QUESTION = (
     "Two people walk for three days, six hours a day, at four kilometres an hour, and take a bus "
-    "for another 35 km. How many kilometres is that? End with the number."
+    "for another 35 km. How many kilometres is that?"
 )
-
-
-def last_number(answer: str) -> str | None:
-    """Return the last number in an answer."""
-    numbers = re.findall(r"\d+", answer)
-    return numbers[-1] if numbers else None
 
 
 async def main() -> None:
@@ -43,18 +36,16 @@ async def main() -> None:
         sampling: dict[str, Any] = {"max_tokens": arguments.tokens, "temperature": 0.7}
         small = Model(engine_a, arguments.model_a, sampling)
         large = Model(engine_b, arguments.model_b, sampling)
-        debate = Debate([small, small, large], 3, last_number, listener=events.append)
-        with console.status("three rounds"):
+        debate = Debate([small, small, large], 2, large, listener=events.append)
+        with console.status("two rounds"):
             result = await debate.answer(QUESTION)
         print_timeline(events, console)
-        staircase = Debate([small, small, large], 3, last_number, staircase=Steps())
-        with console.status("three rounds on a staircase"):
+        staircase = Debate([small, small, large], 2, large, staircase=Steps())
+        with console.status("two rounds on a staircase"):
             staircase_result = await staircase.answer(QUESTION)
     for name, each in (("", result), (" on a staircase", staircase_result)):
-        assert each.vote is not None
-        ballots = ", ".join(ballot or "nothing" for ballot in each.vote.ballots)
         began = each.time_to_first_token
-        console.print(f"\nThe last round{name} began after {began:.2f} s; its votes: {ballots}.")
+        console.print(f"\nThe answer{name} began after {began:.2f} s:")
         console.print(each.text, markup=False, highlight=False)
 
 

@@ -20,7 +20,7 @@
      +-- TraceError                   a file is not a trace
      +-- PlanError                    a team cannot be planned (in flashmoa-bench)
      +-- NotForecastable              an agent's next prompt cannot be predicted
-     +-- ConfigError, MixtureFailed, BudgetSpent      Mixture-of-Agents
+     +-- ConfigError, MixtureFailed      Mixture-of-Agents
      +-- BadLine, CandidateRefused, NotResumable      scoring
      +-- NoEngine, EngineLost, BadRequest, AgentFailed   the router
 

@@ -1,9 +1,10 @@
-"""``flashmoa moa``: serve mixtures, staircases and debates, and check what they need."""
+"""``flashmoa moa``: serve mixtures, staircases and debates, and check their engines."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,11 +28,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
 _API_KEY = "FLASHMOA_API_KEY"
 _TIMEOUT_SECONDS = 60.0
-# How long the start of the server may wait for an engine that does not answer.
-_REACH_SECONDS = 3.0
 _QUESTION = [{"role": "user", "content": "Which day comes after Monday?"}]
 _BEGINNING = {"role": "assistant", "content": "The day after Monday is"}
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
                 return anyio.run(_check, systems)
             return _serve(systems, options)
         except KeyboardInterrupt:
-            return _EXIT_INTERRUPTED
+            return 128 + signal.SIGINT  # A shell reports this status after Ctrl-C.
         except (OSError, ValueError, FlashMoAError) as error:
             print(f"flashmoa moa: {error}", file=sys.stderr)
             return 1
@@ -92,7 +90,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 async def _check(systems: Sequence[ServedSystem]) -> int:
     """Check every engine as ``flashmoa doctor`` does, agents' requests to it, and embedders."""
-    # What some requests of agents have, for each model by its engine's URL, API key and name.
+    # The form of some agents' requests, by the engine's URL, its API key and the model's name.
     forms: dict[tuple[str, str | None, str], dict[str, Any]] = {}
     found: list[Finding] = []
     for served in systems:
@@ -154,7 +152,7 @@ async def _print_missing_engines(systems: Sequence[ServedSystem]) -> bool:
     async def reach(url: str, key: str | None) -> None:
         nonlocal missing
         try:
-            async with EngineClient(url, api_key=key, timeout=_REACH_SECONDS) as engine:
+            async with EngineClient(url, api_key=key, timeout=3.0) as engine:
                 await engine.plain.models()
         except PluginMissing:  # It answers, but does not list its models.
             pass

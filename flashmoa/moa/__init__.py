@@ -10,16 +10,14 @@ from flashmoa.moa.results import (
     Spending,
     StaircaseRound,
     Substitution,
-    Vote,
 )
-from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
+from flashmoa.moa.settings import Limits, Quorum, Steps
 from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
 from flashmoa.moa.topology import Topology
 
 __all__ = [
     "AgentAnswer",
     "AggregationPrompt",
-    "Budget",
     "Debate",
     "DebatePrompt",
     "Decision",
@@ -40,5 +38,4 @@ __all__ = [
     "Steps",
     "Substitution",
     "Topology",
-    "Vote",
 ]

@@ -1,8 +1,8 @@
-"""Write an agent's answer (``Agent``): its requests, their time limits and repetitions, its cost.
+"""Write an agent's answer (``Agent``): its requests, their time limits and repetitions.
 
 An agent that reads whole answers writes its own in one request. On a staircase it writes a part in
-each round, while the answers that it reads are still written (Staircase Streaming). Requests that
-fail are repeated on the model's other engines, which continue what is written.
+each round, while other agents still write the answers that it reads (Staircase Streaming). If a
+request fails, another engine of the model continues the answer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import anyio
 
-from flashmoa import Answer, FlashMoAError, UpstreamCancelled, Workflow
+from flashmoa import Answer, UpstreamCancelled, Workflow
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
 from flashmoa.engine.wire import Delta
 from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
@@ -25,71 +25,23 @@ from flashmoa.link.streamed_text import find_marks
 from flashmoa.moa.early_exit import confidence
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import GrowingPrompt, Message, Messages, add_role
-from flashmoa.moa.results import AgentAnswer, Spending, StaircaseRound
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Budget, Limits, has_grammar, token_limit
+from flashmoa.moa.results import AgentAnswer, StaircaseRound, describe
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Limits, has_grammar, token_limit
 from flashmoa.workflow import Pending
-
-# An answer may have a few more pieces than tokens, since engines hold text back and release it.
-_MORE_PIECES = 16
-# How long an engine that did not answer is asked last.
-_SILENT_SECONDS = 60.0
-
-
-class BudgetSpent(FlashMoAError):
-    """Raised when an agent is not asked because the question's budget is spent."""
-
-
-@dataclass(slots=True)
-class Inquiry:
-    """What all agents of one question share.
-
-    Attributes:
-        limits: the limits of models that have none of their own.
-        agents: every agent so far.
-    """
-
-    flow: Workflow
-    limits: Limits = field(default_factory=Limits)
-    budget: Budget | None = None
-    agents: list[Agent] = field(default_factory=list["Agent"])
-
-    def spending(self) -> Spending:
-        """Return what the question has cost so far."""
-        spent = PromptUsage.total([agent.spent() for agent in self.agents])
-        total = spent.prompt_tokens + spent.completion_tokens
-        left = None if self.budget is None else max(0, self.budget.tokens - total)
-        return Spending(spent.prompt_tokens, spent.completion_tokens, left)
-
-    def check_budget(self, *, is_last: bool) -> None:
-        """Check that a further agent may be asked.
-
-        Args:
-            is_last: whether it writes the question's answer, for which tokens are reserved.
-
-        Raises: BudgetSpent if it may not.
-        """
-        if self.budget is None:
-            return
-        spending, reserve = self.spending(), 0 if is_last else self.budget.reserve
-        if (spending.tokens_left or 0) <= reserve:
-            raise BudgetSpent(
-                f"the budget of {self.budget.tokens} tokens is spent: {spending.tokens} are used"
-                + (f", and {reserve} are kept for the last answer" if reserve else "")
-            )
 
 
 @dataclass(slots=True)
 class _Request:
-    """One request of an agent, which has cost an estimated number of tokens until it ends.
+    """One request of an agent. Its cost is estimated until the engine counts it.
 
     Attributes:
-        pieces, visible: number of pieces that have come, and of those that are no thought.
-        most, most_visible: the numbers at which it is left.
+        pieces: number of pieces that have come; ``visible`` of them are not thought.
+        max_pieces, max_visible: the agent leaves the request after that many pieces.
     """
 
     prompt_tokens: int
-    most: float
-    most_visible: float
+    max_pieces: float
+    max_visible: float
     pieces: int = 0
     visible: int = 0
     thinks: bool = False
@@ -101,10 +53,7 @@ class _Request:
 
 
 class StopFilter:
-    """Ends a text before the first stop text in it, which may come in several pieces.
-
-    Args:
-        stops: the stop texts; without any, the text is not changed.
+    """Ends a text before the first stop text, which may come in several pieces.
 
     Attributes:
         found: whether the text has ended.
@@ -120,49 +69,48 @@ class StopFilter:
         """Add the next piece. Return the text that is certain to be kept."""
         if self.found:
             return ""
-        held = self.held + piece
-        places = [held.index(stop) for stop in self._stops if stop in held]
-        self.found = bool(places)
-        # A stop text may begin at the end of what came so far.
-        open_ends = (
+        text = self.held + piece
+        ends = [text.index(stop) for stop in self._stops if stop in text]
+        self.found = bool(ends)
+        possible_ends = (
             place
-            for place in range(len(held))
-            if any(stop.startswith(held[place:]) for stop in self._stops)
+            for place in range(len(text))
+            if any(stop.startswith(text[place:]) for stop in self._stops)
         )
-        kept = min(places) if places else next(open_ends, len(held))
-        self.held = "" if places else held[kept:]
-        return held[:kept]
+        end = min(ends) if ends else next(possible_ends, len(text))
+        self.held = "" if ends else text[end:]
+        return text[:end]
 
     def end(self) -> str:
-        """End the text. Return the rest of it that is kept."""
+        """End the text. Return the end that was held."""
         text, self.held = self.held, ""
         return text
 
 
 class Agent(Answer):
-    """An agent's answer, without what was thought, and the requests that write it.
+    """An agent's answer, without its thought, and the requests that write it.
 
     Args:
-        layer, place: its position, from 0. In events its name is ``LAYER.PLACE`` from 1, and the
-            name of a request on a staircase ``LAYER.PLACE.ROUND``.
-        is_last: whether it writes the question's answer; see :class:`Budget`.
+        layer, place: its position, from 0. In events its name is ``LAYER.PLACE`` from 1; a request
+            on a staircase is ``LAYER.PLACE.ROUND``.
+        limits: the limits of a model that has none of its own.
         continues: text of the answer that another agent has written.
 
     Attributes:
-        record: what it has done so far; :meth:`fill_record` adds the answer.
+        record: its record so far; :meth:`fill_record` adds the answer.
         asked: is set when the first request is sent, or when it is certain that none will be.
-        waiting: the number of clusters that wait for its answer.
+        waiting: number of clusters that wait for its answer.
         error: why the answer failed; ``None`` if it did not.
     """
 
     def __init__(
         self,
-        inquiry: Inquiry,
+        flow: Workflow,
+        limits: Limits,
         layer: int,
         place: int,
         model: Model,
         *,
-        is_last: bool = False,
         continues: str = "",
     ) -> None:
         super().__init__(f"{layer + 1}.{place + 1}")
@@ -171,34 +119,28 @@ class Agent(Answer):
         self.asked = anyio.Event()
         self.waiting = 0
         self.error: Exception | None = None
-        self._inquiry = inquiry
+        self._flow = flow
         self._sampling = {**model.sampling}
-        self._limits = model.limits or inquiry.limits
-        self._is_last = is_last
+        self._limits = model.limits or limits
         self._continues = continues
         self._requests: list[_Request] = []
-        # The number of requests before those that write the present part of the answer.
+        # The first request that writes the present part of the answer.
         self._first_of_part = 0
         self._stops = StopFilter([])
         self._engine: EngineClient = model.engine
         self._patience = anyio.CancelScope()
-        # The next request, until it is sent, and what announces it when the present part begins.
+        # The next request, until it is sent, and a function that announces the request after it.
         self._announced: Pending | None = None
         self._announce_next: Callable[[], Pending] | None = None
-        inquiry.agents.append(self)
 
-    def spent(self) -> PromptUsage:
-        """Return the usage of all requests so far, partly estimated."""
-        return PromptUsage.total([request.spent() for request in self._requests])
-
-    def _usage(self, done: int = 0) -> PromptUsage:
-        """Return the usage of the requests after the first ``done``."""
-        usages = [request.spent() for request in self._requests[done:]]
+    def spent(self, first: int = 0) -> PromptUsage:
+        """Return the usage of the requests from the first one on, partly estimated."""
+        usages = [request.spent() for request in self._requests[first:]]
         return usages[0] if len(usages) == 1 else PromptUsage.total(usages)
 
     @property
     def tokens(self) -> int:
-        """Return the answer's length in tokens, as :attr:`AgentAnswer.tokens`."""
+        """Return the answer's length in tokens; see :attr:`AgentAnswer.tokens`."""
         return self.fill_record().tokens
 
     def fill_record(self) -> AgentAnswer:
@@ -206,19 +148,18 @@ class Agent(Answer):
         record = self.record
         record.text, record.finish_reason = self.written, self.finish_reason
         if self._requests and (record.finished is not None or record.steps):
-            record.usage = self._usage()
+            record.usage = self.spent()
         record.confidence = confidence(self.logprobs) if self.logprobs else None
         if self.error is not None and record.status == "used":
-            record.status = "failed"
-            record.problem = str(self.error) or type(self.error).__name__
+            record.status, record.problem = "failed", describe(self.error)
         return record
 
     async def run(self, prompt: Messages | GrowingPrompt) -> None:
         """Write the answer. An error fails the answer and is not raised.
 
         Args:
-            prompt: messages with marks of texts that are being written, or on a staircase those
-                of all rounds.
+            prompt: messages with marks of texts that are being written, or on a staircase the
+                messages of every round.
         """
         with self._request_scope:
             try:
@@ -242,16 +183,15 @@ class Agent(Answer):
         if find_marks(messages):
             self._announced = self._announce(messages, self.name)
             messages = await self._announced.messages()
-        self._inquiry.check_budget(is_last=self._is_last)
         await self._write_part(messages, None)
 
     async def _write_in_rounds(self, prompt: GrowingPrompt) -> None:
-        """Write a part in each round, in which the prompt has one chunk more of every source.
+        """Write a part in each round. Its prompt has one chunk more of every source.
 
         The prompt is prefilled while the chunks are written. If a round's chunks do not fit into
-        the context, the answer is completed from those of the rounds before.
+        the context, the agent completes the answer from the chunks of the previous rounds.
         """
-        # The answer may end at a stop text of which each request writes a part.
+        # No engine finds a stop text that two requests write together.
         stops: str | list[str] = self._sampling.pop("stop", None) or []
         self._stops = StopFilter([stops] if isinstance(stops, str) else stops)
         self._announced = self._announce_round(prompt, 0)
@@ -259,8 +199,6 @@ class Agent(Answer):
         for number, size in enumerate(prompt.steps.sizes()):
             messages = await self._announced.messages()
             prompt.raise_if_all_failed()
-            if not number:
-                self._inquiry.check_budget(is_last=self._is_last)
             step = StaircaseRound(time.time())
             self.record.steps.append(step)
             if number and context and not await self.model.fits(messages, context):
@@ -269,7 +207,7 @@ class Agent(Answer):
                 self._announced = self._announce_round(prompt, number - 1)
                 messages = await self._announced.messages()
             is_last = step.out_of_room or prompt.is_last_round(number)
-            # If the next prompt was prefilled earlier, that would delay this round's prefill.
+            # An earlier announcement would delay this round's prefill.
             announce_next = partial(self._announce_round, prompt, number + 1)
             self._announce_next = None if is_last else announce_next
             await self._write_step(step, messages, None if is_last else size)
@@ -284,21 +222,21 @@ class Agent(Answer):
         """Write the part of a round.
 
         Args:
-            size: number of tokens in the part; ``None``: it is the last part, to the answer's end.
+            size: number of tokens in the part; ``None``: the rest of the answer.
         """
-        begin, done = len(self.written), len(self._requests)
+        begin, first = len(self.written), len(self._requests)
         await self._write_part(messages, size)
-        own = self._requests[done:]
+        own = self._requests[first:]
         if size is not None and any(one.thinks for one in own) and not self.written[begin:].strip():
-            # It spent the part's tokens on thought. Now it gets as many as it likes, and is left
-            # after that number of pieces of its answer. A first piece of white space has announced
-            # the next round already, whose stream is not for this request.
+            # The agent spent the part's tokens on thought. Now it may write any number of tokens,
+            # and is left after ``size`` pieces of its answer. If white space has come already, the
+            # next round is announced; this request must not take that stream.
             announced, self._announced = self._announced, None
             try:
-                await self._write_part(messages, None, most_visible=size)
+                await self._write_part(messages, None, max_visible=size)
             finally:
                 self._announced = announced or self._announced
-        step.usage = self._usage(done)
+        step.usage = self.spent(first)
         step.text, step.finish_reason = self.written[begin:], self.finish_reason
         step.finished = self.record.finished
 
@@ -307,10 +245,10 @@ class Agent(Answer):
         return self._announce(messages, f"{self.name}.{number + 1}")
 
     def _announce(self, messages: Messages, name: str) -> Pending:
-        """Announce a request, so that its prompt is prefilled while the texts in it are written."""
+        """Announce a request: its prompt is prefilled while the texts in it are written."""
         self.model = self.model.with_silent_engines_last()
         parameters: dict[str, Any] = {**self._sampling, "model": self.model.model}
-        return self._inquiry.flow.expect(
+        return self._flow.expect(
             messages,
             engine=self.model.engine,
             name=name,
@@ -319,16 +257,16 @@ class Agent(Answer):
         )
 
     async def _write_part(
-        self, messages: Messages, size: int | None, most_visible: float = math.inf
+        self, messages: Messages, size: int | None, max_visible: float = math.inf
     ) -> None:
-        """Send requests to the model's engines in turn until one has written the answer or part.
+        """Send requests to the model's engines in turn until one has written the part.
 
         Args:
-            size: number of tokens in the part; ``None``: the whole answer, or its rest.
-            most_visible: number of pieces, without thought, after which the part ends.
+            size: number of tokens in the part; ``None``: the rest of the answer.
+            max_visible: the part ends after that number of pieces, without thought.
         """
         pending, self._announced = self._announced, None
-        # Other agents may have found out, while this one waited, that its engine does not answer.
+        # While this agent waited, another may have found that the engine does not answer.
         model = self.model.with_silent_engines_last()
         if pending is not None and model.engine is not self.model.engine:
             await pending.release()
@@ -341,7 +279,7 @@ class Agent(Answer):
             if self._engine.avoided_until is not None:
                 self._avoid_engine()  # No other agent tries it meanwhile.
             try:
-                await self._send(messages, pending, size, most_visible)
+                await self._send(messages, pending, size, max_visible)
                 return
             except BaseException as error:
                 if isinstance(error, EngineTimeout | EngineUnreachable):
@@ -354,13 +292,14 @@ class Agent(Answer):
                 self.record.retries.append(f"{self._engine.url}: {error}")
 
     def _avoid_engine(self) -> None:
-        self._engine.avoided_until = time.monotonic() + _SILENT_SECONDS
+        """Let all agents ask the engine last for a minute."""
+        self._engine.avoided_until = time.monotonic() + 60
 
     def _can_repeat(self, error: BaseException) -> bool:
-        """Return whether another request may succeed, and go on with what is written.
+        """Return whether another request may succeed, and continue the text so far.
 
-        An engine that separates thought would take a continued answer for thought, and one with a
-        grammar begins it again.
+        An engine that separates thought would take a continued answer for thought. An engine with a
+        grammar would begin the answer again.
         """
         is_refused = isinstance(error, RequestRefused) and error.blames_request
         own = self._requests[self._first_of_part :]
@@ -369,12 +308,12 @@ class Agent(Answer):
         return isinstance(error, Exception) and not is_refused and can_continue
 
     async def _send(
-        self, messages: Messages, pending: Pending | None, size: int | None, most_visible: float
+        self, messages: Messages, pending: Pending | None, size: int | None, max_visible: float
     ) -> None:
-        """Send one request and write its answer, after what is written already."""
+        """Send one request. It continues the text so far."""
         body: dict[str, Any] = {"model": self.model.model, **self._sampling}
         written = self._continues + self.written + self._stops.held
-        if most_visible < math.inf:  # An engine would take a continued answer for thought.
+        if max_visible < math.inf:  # An engine would take a continued answer for thought.
             earlier = self._continues + "".join(step.text for step in self.record.steps)
             written = written if written[len(earlier) :].strip() else earlier
         if written:
@@ -382,20 +321,20 @@ class Agent(Answer):
             body |= continuation
         if written or self.record.steps:
             body |= self._token_limit(size)
-        length = sum(len(str(message.get("content"))) for message in messages)
+        # Engines hold text back and release it, so an answer may have more pieces than tokens.
         limit = token_limit(body)
-        most = math.inf if limit is None else limit + _MORE_PIECES
-        request = _Request(length // CHARACTERS_PER_TOKEN, most, most_visible)
+        max_pieces = math.inf if limit is None else limit + 16
+        length = sum(len(str(message.get("content"))) for message in messages)
+        request = _Request(length // CHARACTERS_PER_TOKEN, max_pieces, max_visible)
         self._requests.append(request)
         self.usage = self.finish_reason = None
         self.record.engine = self._engine.url
         self.record.started = self.record.started or time.time()
         self.asked.set()
-        name = self.name
-        if self.record.steps:
-            name = f"{name}.{len(self.record.steps)}"
+        rounds = len(self.record.steps)
+        name = f"{self.name}.{rounds}" if rounds else self.name
         try:
-            await self._inquiry.flow.send(
+            await self._flow.send(
                 self, messages, body, engine=self._engine, pending=pending, agent=name
             )
         except (EngineUnreachable, RequestRefused):
@@ -412,20 +351,19 @@ class Agent(Answer):
         return max(0, self.model.max_tokens - written)
 
     def _token_limit(self, size: int | None) -> dict[str, int]:
-        """Return the limit of a request's tokens for the rest of a part, or of the answer."""
+        """Return the parameter that limits the tokens of a request for the rest of a part."""
         part = sum(request.pieces for request in self._requests[self._first_of_part :])
         limits = [self._left_tokens(), None if size is None else size - part]
         known = [limit for limit in limits if limit is not None]
-        name = "max_tokens"
-        if self._sampling.get("max_completion_tokens"):
-            name = "max_completion_tokens"
+        newer = self._sampling.get("max_completion_tokens")
+        name = "max_completion_tokens" if newer else "max_tokens"
         return {name: max(1, min(known))} if known else {}
 
     @contextmanager
     def _reading(self) -> Generator[None]:
         """Keep the time limits of a request while its answer is read.
 
-        An answer that has a finish reason is complete, even if its usage does not arrive.
+        An answer with a finish reason is complete, even if its usage does not arrive.
 
         Raises: EngineTimeout if the answer does not begin in time, or stalls.
         """
@@ -442,16 +380,15 @@ class Agent(Answer):
             return
         if self._patience.cancelled_caught and request.pieces:
             raise EngineTimeout(f"it stalled: nothing came for {limits.stall_seconds:g} s")
-        if self._patience.cancelled_caught or (whole.cancelled_caught and not request.pieces):
-            seconds = limits.first_token_seconds
-            if whole.cancelled_caught:
-                seconds = limits.answer_seconds
-            raise EngineTimeout(f"it did not begin: no token came within {seconds:g} s")
-        if whole.cancelled_caught:
+        if whole.cancelled_caught and request.pieces:
             self.finish_reason = "length"
+        elif whole.cancelled_caught or self._patience.cancelled_caught:
+            is_whole = whole.cancelled_caught
+            seconds = limits.answer_seconds if is_whole else limits.first_token_seconds
+            raise EngineTimeout(f"it did not begin: no token came within {seconds:g} s")
 
     def _take(self, delta: Delta) -> bool:
-        """Add a step of the answer. Return whether more of it is wanted."""
+        """Add a step of the answer. Return whether the agent wants another step."""
         request, record = self._requests[-1], self.record
         self.usage = request.usage = delta.usage or request.usage
         self.finish_reason = delta.finish_reason or self.finish_reason
@@ -464,7 +401,12 @@ class Agent(Answer):
         else:
             self.logprobs += delta.logprobs
         if delta.text:
-            self._begin_text(request)
+            request.visible += 1
+            self._engine.avoided_until = None
+            for begun in (record, *record.steps[-1:]):
+                begun.first_token = begun.first_token or time.time()
+            if self._announce_next is not None:
+                self._announced, self._announce_next = self._announce_next(), None
             if piece := self._stops.add(delta.text):
                 self._write(piece)
         if self._stops.found:
@@ -472,26 +414,15 @@ class Agent(Answer):
             return False
         if self.finish_reason is not None:
             return True  # The usage follows.
-        if request.pieces >= request.most or request.visible >= request.most_visible:
+        if request.pieces >= request.max_pieces or request.visible >= request.max_visible:
             self.finish_reason = "length"
         return self.finish_reason is None
 
-    def _begin_text(self, request: _Request) -> None:
-        now = time.time()
-        request.visible += 1
-        self._engine.avoided_until = None
-        self.record.first_token = self.record.first_token or now
-        if self.record.steps:
-            step = self.record.steps[-1]
-            step.first_token = step.first_token or now
-        if self._announce_next is not None:
-            self._announced, self._announce_next = self._announce_next(), None
-
 
 def continue_answer(messages: Sequence[Message], written: str) -> tuple[Messages, dict[str, Any]]:
-    """Return messages that end with a beginning of their answer, and parameters to continue it.
+    """Return messages that end with the beginning of an answer, and parameters to continue it.
 
-    If the last message is an answer's beginning already, the text is added to it.
+    If the messages already end with the beginning of an answer, the text is added to it.
     """
     messages = [dict(message) for message in messages]
     if messages[-1]["role"] == "assistant":

@@ -13,25 +13,21 @@ from flashmoa import Text, UpstreamCancelled
 from flashmoa.moa.agent import Agent
 from flashmoa.moa.early_exit import Decision, ScoredAnswers
 from flashmoa.moa.prompts import cut_answer, fair_shares
-from flashmoa.moa.results import MixtureFailed, common_refusal
+from flashmoa.moa.results import MixtureFailed, common_refusal, describe
 from flashmoa.moa.settings import Quorum
 
 logger = logging.getLogger(__name__)
 
-# How long complete answers wait for a reader's engine to say how much room it has. If it does not
-# say, they are not cut.
-_ROOM_SECONDS = 1.0
 # Returns how many tokens the answers of a cluster may have together; None: any number.
 Room = Callable[[], Awaitable[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSlot:
-    """The place of an answer in its readers' prompts.
+    """The slot of an answer in its readers' prompts.
 
     Attributes:
         text: the title and the answer, or ``absent`` if the answer is left out.
-        title: text before the answer.
     """
 
     text: Text
@@ -52,7 +48,7 @@ class Member:
     used: bool | None = None
 
     def finish(self, length: int | None = None) -> None:
-        """Complete the slots with so many characters of the answer, by default with all."""
+        """Complete the slots with the first ``length`` characters of the answer."""
         for slot in self.slots:
             slot.text.finish(slot.title + self.agent.written[:length])
 
@@ -61,35 +57,36 @@ class Member:
 class Cluster:
     """Copies the answers of agents with the same readers into their slots.
 
-    An answer is copied while it is written. An answer that fails or is empty is left out, and so
-    are those that are not needed, whose agents are cancelled unless other clusters wait for them.
-    If all answers are left out, the slots of the last one fail.
+    An answer is copied while it is written. If it fails or is empty, it is left out. Answers that
+    are not needed are left out, too, and their agents are cancelled unless other clusters wait for
+    them. If all answers are left out, the slots of the last answer fail.
 
     Args:
         members: the agents, in the order of their slots.
         find_room: returns how many tokens the prompts have for all answers together.
-        scores: decides about early exit; ``None``: every member is waited for.
-        quorum: how many answers suffice after some time; ``None``: all are waited for.
+        scores: decides about early exit; ``None``: wait for every member.
+        quorum: how many answers suffice after some time; ``None``: wait for all.
+        room_timeout: how many seconds complete answers wait for ``find_room``. After that time they
+            are not cut.
 
     Attributes:
         last: the member whose answer came last.
         deciding: seconds from that answer until the readers got it, if answers are scored.
-        decided: is set when it is decided for each member whether it is used.
     """
 
     members: Sequence[Member]
     find_room: Room
     scores: ScoredAnswers | None = None
     quorum: Quorum | None = None
+    room_timeout: float = 1.0
     deciding: float = 0.0
-    decided: anyio.Event = field(default_factory=anyio.Event)
+    last: Member = field(init=False)
     _last_arrival: float = 0.0
     _room: int | None = None
     _room_is_known: anyio.Event = field(default_factory=anyio.Event)
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     # Is replaced when another answer is complete.
     _answered: anyio.Event = field(default_factory=anyio.Event)
-    last: Member = field(init=False)
 
     def __post_init__(self) -> None:
         self.last = self.members[-1]
@@ -117,10 +114,9 @@ class Cluster:
                     if self.quorum is not None:
                         scope = copying.cancel_scope
                         copying.start_soon(self._wait_for_quorum, self.quorum, scope)
-                with anyio.move_on_after(_ROOM_SECONDS):
+                with anyio.move_on_after(self.room_timeout):
                     await self._room_is_known.wait()
                 group.cancel_scope.cancel()
-        self.decided.set()
         if self._scope.cancel_called:
             return
         if self.scores is not None:
@@ -137,7 +133,6 @@ class Cluster:
         self._scope.cancel()
 
     async def _ask_for_room(self) -> None:
-        """Find out how long answers may be. They are copied meanwhile."""
         self._room = await self.find_room()
         self._room_is_known.set()
         self._finish_short_answers()
@@ -152,11 +147,11 @@ class Cluster:
 
     @property
     def _share(self) -> int | None:
-        """Return the tokens that each answer may have in any case; ``None``: any number so far."""
+        """Return the tokens that each answer may certainly have; ``None``: any number so far."""
         return None if self._room is None else self._room // len(self.members)
 
     async def _process(self, member: Member, run: anyio.CancelScope) -> None:
-        """Copy a member's answer, and end the cluster's run if no other answer is needed."""
+        """Copy a member's answer, and end the cluster's run if it needs no other answer."""
         agent, problem = member.agent, await self._copy(member)
         if member.used is None:
             self.last, self._last_arrival = member, time.perf_counter()
@@ -193,11 +188,10 @@ class Cluster:
         run.cancel()
 
     def _undecided(self) -> list[Member]:
-        """Return the members whose answers are still waited for."""
         return [member for member in self.members if member.used is None]
 
     async def _copy(self, member: Member) -> str | None:
-        """Copy an answer into its slots while it is written, as far as it certainly has room.
+        """Copy an answer into its slots while it is written, up to its certain share of the room.
 
         Returns: why the answer is left out, ``""`` if it was cancelled; ``None`` if it is used.
         """
@@ -211,7 +205,7 @@ class Cluster:
         except UpstreamCancelled:
             return ""
         except Exception as error:
-            return str(error) or type(error).__name__
+            return describe(error)
         if member.agent.written.strip():
             return None
         called = member.agent.finish_reason == "tool_calls"

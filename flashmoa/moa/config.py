@@ -1,15 +1,15 @@
 """Read the TOML file of ``flashmoa moa serve`` (``read_file``), whose tables are the settings.
 
-A file with one model has its keys at the top. A file with several has a table ``[systems.NAME]``
-of these keys for each. In both, agents refer to tables ``[models.NAME]`` by ``use = "NAME"``, or by
+A file that serves one system has its keys at the top. A file that serves several has a table
+``[systems.NAME]`` for each. Agents refer to tables ``[models.NAME]`` with ``use = "NAME"``, or with
 the name alone. ``docs/mixture-of-agents.md`` has examples, and all keys.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,7 +32,7 @@ from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
 from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt, Layout, Memory
 from flashmoa.moa.run import System, SystemSettings
-from flashmoa.moa.settings import NO_OTHERS, Budget, Count, Limits, Quorum, Sampling, Steps, suggest
+from flashmoa.moa.settings import NO_OTHERS, Count, Limits, Quorum, Sampling, Steps, suggest
 from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
 
 # What a header can have.
@@ -46,10 +46,9 @@ class ConfigError(FlashMoAError):
 
 @dataclass(frozen=True, slots=True)
 class ServedSystem:
-    """A model of the server.
+    """A mixture, staircase or debate, which clients ask for by its name.
 
     Attributes:
-        name: what clients ask for.
         engines: the clients of its engines, by URL and API key.
     """
 
@@ -71,7 +70,7 @@ class ServedSystem:
 
 @dataclass(slots=True)
 class _File:
-    """What the tables of one system refer to: the tables ``[models.NAME]``, and engines."""
+    """The tables ``[models.NAME]``, and a system's engines."""
 
     models: Mapping[str, dict[str, Any]]
     engines: dict[tuple[str, str | None], EngineClient] = field(
@@ -79,7 +78,6 @@ class _File:
     )
 
     def connect(self, url: str, api_key: str | None) -> EngineClient:
-        """Return the client of an engine. Raises: ValueError if the URL is not one."""
         if (url, api_key) not in self.engines:
             self.engines[url, api_key] = EngineClient(url, api_key=api_key)
         return self.engines[url, api_key]
@@ -115,14 +113,14 @@ class _NamedModel(Sampling):
 class ModelTable(_NamedModel):
     """``repeat`` agents with one model, and their sampling parameters.
 
-    With several ``engines``, each agent asks another one first, and the others if that fails.
-    ``extra_body`` has parameters of the engine that :class:`Sampling` does not know.
+    With several ``engines``, agents take turns: each asks another engine first, and has the others
+    as backups. ``extra_body`` has parameters of the engine that :class:`Sampling` does not know.
     """
 
     @model_validator(mode="before")
     @classmethod
     def _use(cls, table: Any, info: ValidationInfo) -> Any:
-        """Return the table of a model that is given by its name, or with keys besides ``use``."""
+        """Return a model's table with the keys of the table that it uses."""
         used: Any = {"use": table} if isinstance(table, str) else table
         if not isinstance(used, dict) or "use" not in used:
             return table
@@ -140,22 +138,19 @@ class ModelTable(_NamedModel):
         return self
 
     def build(self, file: _File) -> list[Model]:
-        """Return an agent's model for each agent. Their engines take turns at being the first."""
         urls = [self.engine] if self.engine is not None else self.engines
-        engines = [file.connect(url, self.api_key) for url in urls]
+        turns = deque(file.connect(url, self.api_key) for url in urls)
         sampling = {**self.given_parameters(), **self.extra_body}
         models: list[Model] = []
-        for number in range(self.repeat):
-            first = number % len(engines)
-            backups = [*engines[first + 1 :], *engines[:first]]
-            models.append(
-                Model(engines[first], self.model, sampling, backups, self.limits, self.role)
-            )
+        for _ in range(self.repeat):
+            first, *backups = turns
+            models.append(Model(first, self.model, sampling, backups, self.limits, self.role))
+            turns.rotate(-1)
         return models
 
 
 class _PromptTable(_Table):
-    """An :class:`AggregationPrompt`; a key that is not given is that of the whole file's."""
+    """The keys of an :class:`AggregationPrompt`. A layer's keys go before the system's."""
 
     layout: Layout | None = None
     instruction: str | None = None
@@ -167,7 +162,7 @@ class _PromptTable(_Table):
 
 
 class _LayerTable(_PromptTable):
-    """The models of one layer, their prompt, and the quorum of those who read them."""
+    """A layer's models and prompt, and the quorum of its readers."""
 
     models: list[ModelTable] = Field(min_length=1)
     quorum: Quorum | None = None
@@ -179,20 +174,8 @@ class _FallbackTable(_Table):
 
 
 class _DebateTable(_Table):
-    """The arguments of :class:`Debate`.
-
-    ``ballot`` is a regular expression: an answer's ballot is the first group of its last match, or
-    the whole match if it has no group.
-    """
-
     rounds: int = 2
     memory: Memory = "all"
-    ballot: re.Pattern[str] | None = None
-
-    def extract(self, answer: str) -> str | None:
-        """Return the ballot in an answer."""
-        matches = list(self.ballot.finditer(answer)) if self.ballot is not None else []
-        return matches[-1][min(1, len(matches[-1].groups()))] if matches else None
 
 
 @validated(config=NO_OTHERS, frozen=True, slots=True)
@@ -210,13 +193,12 @@ class _EarlyExitTable(EarlyExit):
 
 
 class _SystemTable(_PromptTable):
-    """A whole file, or the table of one model in a file with several; see its kinds below."""
+    """The keys that all kinds of systems have in common."""
 
     name: str = "moa"
     kind: Literal["mixture", "staircase", "debate"] = "mixture"
     limits: Limits = Limits()
     quorum: Quorum | None = None
-    budget: Budget | None = None
     fallback: _FallbackTable = _FallbackTable()
     layers: list[_LayerTable] = Field(min_length=1)
 
@@ -230,13 +212,13 @@ class _SystemTable(_PromptTable):
     def build_settings(self, file: _File) -> SystemSettings:
         others = [one for each in self.fallback.models for one in each.build(file)]
         fallback = Fallback(others, self.fallback.best_answer)
-        return SystemSettings(limits=self.limits, budget=self.budget, fallback=fallback)
+        return SystemSettings(limits=self.limits, fallback=fallback)
 
     def build_prompt(self, layer: _LayerTable, **defaults: Any) -> AggregationPrompt:
         return AggregationPrompt(**{**defaults, **self.given(), **layer.given()})
 
     def build_pair(self, file: _File) -> tuple[list[Model], Model, AggregationPrompt]:
-        """Return the agents of the first layer, and the one of the second with its prompt."""
+        """Return the agents of the first layer, and the aggregator with its prompt."""
         layers = self.build_agents(file)
         if len(layers) != 2 or len(layers[1]) != 1:
             needs = "two layers, and one agent in the second"
@@ -283,20 +265,12 @@ class _DebateSystemTable(_SystemTable):
     debate: _DebateTable = _DebateTable()
 
     def build(self, file: _File) -> System:
-        table, prompt = self.debate, DebatePrompt(memory=self.debate.memory)
-        if table.ballot is None:
-            debaters, conclusion, aggregation = self.build_pair(file)
-            prompt = DebatePrompt(memory=table.memory, aggregation=aggregation)
-        else:
-            debaters, *others = self.build_agents(file)
-            conclusion = table.extract
-            if others:
-                raise ValueError(f"it has {len(others) + 1} layers; a debate with a vote needs one")
+        debaters, last, aggregation = self.build_pair(file)
         return Debate(
             debaters,
-            table.rounds,
-            conclusion,
-            prompt=prompt,
+            self.debate.rounds,
+            last,
+            prompt=DebatePrompt(memory=self.debate.memory, aggregation=aggregation),
             staircase=self.staircase,
             quorum=self.layers[0].quorum or self.quorum,
             **self.build_settings(file),
@@ -310,7 +284,7 @@ _KINDS: dict[str, type[_SystemTable]] = {
     "debate": _DebateSystemTable,
 }
 _MODELS = (ModelTable, _LayerTable, _FallbackTable, _DebateTable, *_KINDS.values())
-_SETTINGS = (Limits, Quorum, Budget, Steps, _EarlyExitTable)
+_SETTINGS = (Limits, Quorum, Steps, _EarlyExitTable)
 _KEYS = {
     *(name for table in _MODELS for name in table.model_fields),
     *(key.name for table in _SETTINGS for key in fields(table)),
@@ -318,11 +292,11 @@ _KEYS = {
 
 
 def read_file(path: Path) -> list[ServedSystem]:
-    """Return what a file describes, in its order.
+    """Return the systems that a file describes, in its order.
 
     Raises:
         OSError: if it cannot be read.
-        ConfigError: if it is not valid; the message names the key, its table and what is valid.
+        ConfigError: if it is not valid; the message names the key, its table and the valid values.
     """
     try:
         return read_tables(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -333,7 +307,7 @@ def read_file(path: Path) -> list[ServedSystem]:
 
 
 def read_tables(tables: Mapping[str, Any]) -> list[ServedSystem]:
-    """Return what the tables of a file describe. Raises: ConfigError, as :func:`read_file`."""
+    """Return the systems that a file's tables describe. Raises: ConfigError."""
     tables = dict(tables)
     models = _expect_tables(tables.pop("models", {}), "models")
     for name, table in models.items():

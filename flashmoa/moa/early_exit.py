@@ -1,9 +1,7 @@
 """Decide when complete answers suffice (``EarlyExit``), so that the other agents can be cancelled.
 
-A :class:`flashmoa.moa.cluster.Cluster` asks :class:`ScoredAnswers` after each complete answer.
-
-Faster-MoA Algorithm 1 scores the complete answers of a cluster by how confident they are and how
-much they agree. Line numbers in this module are those of the algorithm.
+Faster-MoA Algorithm 1 scores the complete answers of a cluster by their confidence and their
+agreement. Line numbers in this module are the algorithm's.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ Embedding = NDArray[np.float32]
 
 logger = logging.getLogger(__name__)
 
-_TINY = 1e-12
-# The end of a sentence or of a line.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
@@ -55,9 +51,7 @@ class EngineEmbedder:
     """Computes one row per sentence with an embedding model, as Qwen3-Embedding in the paper.
 
     Args:
-        engine: any server with ``/v1/embeddings``, such as one that ``flashmoa serve
-            --is-embedding`` has started.
-        model: the model name in requests.
+        engine: any server with ``/v1/embeddings``, such as ``flashmoa serve --is-embedding``.
     """
 
     engine: EngineClient
@@ -81,8 +75,8 @@ class Quality:
     Attributes:
         confidence: root mean square of the answers' confidences (line 5).
         agreement: P, the answers' mean similarity, weighted by confidence (line 13).
-        balance: B, how near P is to the target similarity (line 14). Answers that are all alike
-            add nothing to each other; answers that have nothing in common are not reliable.
+        balance: B, the closeness of P to the target similarity (line 14). Answers that are all
+            alike add nothing to each other; answers without anything in common are not reliable.
         score: Q (line 15).
     """
 
@@ -97,13 +91,13 @@ class EarlyExit:
     """Decides whether a cluster's remaining agents are worth waiting for.
 
     Args:
-        embedder: computes the embeddings by which answers are compared.
+        embedder: computes the embeddings that answers are compared by.
         tau: target similarity (0.7 in the paper).
         rule: ``sample`` exits with probability Q, as in the paper; ``threshold`` exits when Q is
             at least ``threshold``.
-        min_answers: number of complete answers before which no exit is possible.
+        min_answers: least number of complete answers for an exit.
         diagonal: count each answer as similar to itself, as Algorithm 1's loops do. A single
-            answer then has P = 1, so that a cluster often exits with one answer.
+            answer then has P = 1, so a cluster often exits with one answer.
         seed: seed of the random numbers that ``sample`` draws.
 
     Raises: ValueError if a number is out of its range.
@@ -127,7 +121,7 @@ class EarlyExit:
         return agents > self.min_answers
 
     def suffices(self, quality: Quality, answers: int, rng: random.Random) -> bool:
-        """Decide whether so many answers suffice. The rule ``sample`` is random."""
+        """Decide whether that number of answers suffices. The rule ``sample`` is random."""
         if answers < self.min_answers:
             return False
         if self.rule == "threshold":
@@ -142,7 +136,7 @@ class Decision:
     Attributes:
         answers: number of answers that were complete.
         of: number of agents in the cluster.
-        left: whether it continued without the others.
+        left: whether the cluster continued without the other agents.
         seconds: time from the answer's completion to the decision, including the waits for the
             embedder and for the cluster's earlier decisions.
     """
@@ -156,11 +150,11 @@ class Decision:
 
 @dataclass(slots=True)
 class ScoredAnswers:
-    """Scores the complete answers of one cluster, in the order in which they were completed.
+    """Scores a cluster's complete answers, in the order of their completion.
 
     Attributes:
         of: number of agents in the cluster.
-        decisions: those so far, except those that were cancelled.
+        decisions: the decisions so far that were not cancelled.
     """
 
     policy: EarlyExit
@@ -193,7 +187,8 @@ class ScoredAnswers:
                 return False
             try:
                 embedding = await policy.embedder.embed(text)
-                # Two long answers take tens of milliseconds, for which agents' tokens would wait.
+                # To compare two long answers takes tens of milliseconds. In a thread, agents'
+                # tokens do not wait for it.
                 new, row = await anyio.to_thread.run_sync(_compare, embedding, self._embeddings)
             except Exception as error:
                 self._is_broken = True
@@ -230,7 +225,7 @@ def compute_quality(
     """Compute lines 5 and 12 to 15 of Algorithm 1.
 
     Args:
-        similarities: similarities of each answer to those before it; row ``i`` has ``i`` numbers.
+        similarities: row ``i`` has the similarities of answer ``i`` to the ``i`` answers before.
         diagonal: see :class:`EarlyExit`. Without it, a single answer has the score 0.
     """
     mean = (sum(value**2 for value in confidences) / len(confidences)) ** 0.5
@@ -250,23 +245,20 @@ def compute_quality(
 
 
 def _compare(embedding: Embedding, earlier: Sequence[Embedding]) -> tuple[Embedding, list[float]]:
-    """Return an answer's features, and its similarities to earlier answers by their features."""
+    """Return an answer's features, and their similarities to earlier answers' features."""
     features = normalise(embedding)
     return features, [frobenius_cosine(other, features) for other in earlier]
 
 
 def normalise(embedding: Embedding) -> Embedding:
-    """Scale columns to length 1, so that ``X.T @ X`` is the features' correlation (lines 1, 2).
+    """Scale the columns of ``[n, hidden]`` to length 1; return the same shape.
 
-    Of a single row, such as a short answer's sentence, that would keep the signs only. It is scaled
-    as a whole, so that two such answers have the squared cosine of their rows.
-
-    Args:
-        embedding: an array of shape ``[n, hidden]``, as is the result.
+    ``X.T @ X`` is then the features' correlation (lines 1, 2). A single row would keep only its
+    signs, so it is scaled as a whole: the similarity of two single rows is their squared cosine.
     """
     axis = None if len(embedding) == 1 else 0
     lengths = np.linalg.norm(embedding, axis=axis, keepdims=True)
-    return (embedding / np.maximum(lengths, _TINY)).astype(np.float32)
+    return (embedding / np.maximum(lengths, 1e-12)).astype(np.float32)
 
 
 def frobenius_cosine(one: Embedding, other: Embedding) -> float:
@@ -281,7 +273,7 @@ def frobenius_cosine(one: Embedding, other: Embedding) -> float:
     """
     product = _sum_of_squares(one @ other.T)
     norms = (_sum_of_squares(one @ one.T) * _sum_of_squares(other @ other.T)) ** 0.5
-    return min(1.0, product / norms) if norms > _TINY else 0.0
+    return min(1.0, product / norms) if norms > 0 else 0.0
 
 
 def _sum_of_squares(matrix: NDArray[np.float32]) -> float:

@@ -1,10 +1,9 @@
-"""Conclude a question: the last aggregator's answer or what takes its place, or a vote."""
+"""Conclude a question: the last aggregator's answer, or what takes its place."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from flashmoa import Text, UpstreamCancelled
 from flashmoa.errors import BadAnswer, RequestRefused
 from flashmoa.moa.agent import Agent
 from flashmoa.moa.models import Fallback, Model
-from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, Vote
+from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, describe
 from flashmoa.moa.settings import (
     CHARACTERS_PER_TOKEN,
     can_be_refused,
@@ -25,38 +24,31 @@ from flashmoa.moa.settings import (
 
 logger = logging.getLogger(__name__)
 
-# Returns the ballot in an answer, such as its final number or letter; None if it has none.
-Extract = Callable[[str], str | None]
-# The answers of a question's agents, by layer.
-Layers = Sequence[Sequence[AgentAnswer]]
-# Asks another aggregator to answer from given answers, after what is written already.
+# Waits for all layers but the last, and returns their answers.
+WaitForAnswers = Callable[[], Awaitable[Sequence[Sequence[AgentAnswer]]]]
+# Asks another aggregator to read given answers, and to continue a text.
 Ask = Callable[[Model, Sequence[AgentAnswer], str], Awaitable[Agent]]
-# Between what a failed aggregator had written, and the answer that takes its place.
-_BREAK = "\n\n"
 
 
 @dataclass(slots=True)
 class FinalAnswer:
-    """Copies the last aggregator's answer, and finds a substitute if that fails.
+    """Copies the last aggregator's answer, and finds a substitute if the aggregator fails.
 
     Args:
-        last: the last aggregator.
-        answers: waits for the agents before the last aggregator, and returns their answers.
-        ask: asks another aggregator.
         sampling: the client's parameters, which every aggregator gets in place of its own.
 
     Attributes:
-        text: what readers of the run get. It fails with the aggregator's error if there is no
+        text: the answer for readers of the run. It fails with the aggregator's error if there is no
             substitute.
         result: the answer, once ``text`` is complete. It differs from ``text`` only if a complete
-            answer took the place of one that had begun.
-        finish_reason: finish reason of that answer in OpenAI's sense.
+            answer took the place of an answer that had begun.
+        finish_reason: OpenAI's finish reason of that answer.
         first_token, finished: times of the first and last piece of ``text``, in Unix seconds.
     """
 
     fallback: Fallback
     last: Agent
-    answers: Callable[[], Awaitable[Layers]]
+    wait_for_answers: WaitForAnswers
     ask: Ask
     sampling: Mapping[str, Any]
     text: Text = field(default_factory=lambda: Text("answer"))
@@ -92,33 +84,29 @@ class FinalAnswer:
     async def _copy(self, agent: Agent) -> None:
         async for piece in agent:
             self._write(piece)
-        self.finish_reason = agent.finish_reason
-        # An answer may begin with the text at which the client wants it to end.
+        reason = self.finish_reason = agent.finish_reason
+        # The client's stop text, or its limit of tokens, may leave an empty answer.
         ends = ("stop", "stop_regex", "stop_token_ids")
-        is_ended = self.finish_reason == "stop" and any(map(self.sampling.get, ends))
-        is_call = self.finish_reason == "tool_calls"
-        # A longer answer would be more than the client wants.
-        is_cut = self.finish_reason == "length" and token_limit(self.sampling) is not None
-        if not (agent.written.strip() or is_ended or is_call or is_cut):
+        is_ended = reason == "stop" and any(map(self.sampling.get, ends))
+        is_cut = reason == "length" and token_limit(self.sampling) is not None
+        if not (agent.written.strip() or is_ended or is_cut or reason == "tool_calls"):
             agent.error = BadAnswer("it answered nothing")
             raise agent.error
 
     async def _substitute(self, error: Exception) -> None:
         """Let another aggregator answer, or take the best answer. Raises ``error`` without any.
 
-        An engine that refuses the client's own parameters is right, and the client can mend them.
+        If an engine refuses the client's own parameters, only the client can mend them.
         """
         is_refused = isinstance(error, RequestRefused) and error.blames_request
         if is_refused and can_be_refused(self.sampling):
             raise error
-        problem = str(error) or type(error).__name__
-        layers = [[one for one in layer if one.is_complete] for layer in await self.answers()]
-        answered = [layer for layer in layers if layer]
-        if not answered:
+        problem, answers = describe(error), list[AgentAnswer]()
+        for layer in await self.wait_for_answers():
+            answers = [answer for answer in layer if answer.is_complete] or answers
+        if not answers:
             raise error
-        answers = answered[-1]
-        # If the aggregator only lacked answers to read, it is asked again with those of an earlier
-        # layer.
+        # An aggregator that only lacked answers reads the answers of an earlier layer.
         models = [self.last.model] if isinstance(error, MixtureFailed) else []
         for model in (*models, *self.fallback.models):
             if self.text.written and has_grammar({**model.sampling, **self.sampling}):
@@ -135,86 +123,29 @@ class FinalAnswer:
                 continue
             self.substitution = Substitution("aggregator", agent.name, problem)
             return
-        self._take_best(answers, error, problem)
+        self._take_best(answers, error)
 
-    def _take_best(self, answers: Sequence[AgentAnswer], error: Exception, problem: str) -> None:
-        """Take the best answer as the result: a whole one, of which its model was most confident.
+    def _take_best(self, answers: Sequence[AgentAnswer], error: Exception) -> None:
+        """Take the best answer as the result: a whole one with the most confident model.
 
-        Without probabilities the first one is the best.
+        Without probabilities the first answer is the best. Raises ``error`` without any.
         """
-        # The answer of an agent before the last has not the form that the client asked for.
+        # The client asked for a form that only the last aggregator's answer has.
         if not self.fallback.best_answer or has_grammar(self.sampling):
             raise error
         limit, written = token_limit(self.sampling), len(self.text.written) // CHARACTERS_PER_TOKEN
-        answers = [answer for answer in answers if _fits(answer, limit, written)]
+        # If an engine does not count, an answer has at most one token a character.
+        answers = [one for one in answers if limit is None or written + one.tokens <= limit]
         if not answers:
             raise error
         best = max(answers, key=lambda one: (one.finish_reason == "stop", one.confidence or 0.0))
+        self.substitution = Substitution("answer", best.name, describe(error))
         text = "The last aggregator failed; %s's answer is the result: %s"
-        logger.warning(text, best.name, problem)
-        self.substitution = Substitution("answer", best.name, problem)
+        logger.warning(text, best.name, self.substitution.problem)
         self.result, self.finish_reason = best.text, best.finish_reason
-        self._write(_BREAK + best.text if self.text.written else best.text)
+        self._write(f"\n\n{best.text}" if self.text.written else best.text)
 
     def _write(self, piece: str) -> None:
         self.finished = time.time()
         self.first_token = self.first_token or self.finished
         self.text.write(piece)
-
-
-def _fits(answer: AgentAnswer, limit: int | None, written: int = 0) -> bool:
-    """Return whether an answer, after so many tokens, keeps to a limit of tokens, if there is one.
-
-    An answer of an engine that does not count has at most as many tokens as characters.
-    """
-    return limit is None or written + answer.tokens <= limit
-
-
-def vote(answers: Sequence[str], extract: Extract) -> Vote:
-    """Return the most common ballot in answers. Empty answers have no ballot.
-
-    In a tie the ballot that comes first wins. If no answer has a ballot, ``place`` is that of the
-    first answer that is not empty.
-
-    Raises:
-        ValueError: if all answers are empty.
-        Exception: if ``extract`` raises it.
-    """
-    nonempty = [place for place, answer in enumerate(answers) if answer]
-    if not nonempty:
-        raise ValueError(f"a vote needs an answer; all {len(answers)} are empty")
-    ballots = tuple(extract(answer) if answer else None for answer in answers)
-    # If several ballots are equally common, most_common() returns the first of them.
-    common = Counter(ballot for ballot in ballots if ballot is not None).most_common(1)
-    if not common:
-        return Vote(ballots, None, 0, nonempty[0])
-    winner, count = common[0]
-    return Vote(ballots, winner, count, ballots.index(winner))
-
-
-def vote_on_last(
-    rounds: Layers, extract: Extract, fallback: Fallback, limit: int | None
-) -> tuple[Vote, AgentAnswer, Substitution | None]:
-    """Vote on the last round with answers; return also whose answer wins, and why if not the last.
-
-    Args:
-        limit: how many tokens the client's answer may have; ``None``: any number. Only the last
-            round's agents were told, so that earlier answers may be longer.
-
-    Raises: MixtureFailed if there is none that may be voted on; what ``extract`` raises.
-    """
-    texts = [
-        [
-            one.text if one.is_complete and (round_ is rounds[-1] or _fits(one, limit)) else ""
-            for one in round_
-        ]
-        for round_ in rounds
-    ]
-    answered = [number for number, round_ in enumerate(texts) if any(round_)]
-    is_last = any(texts[-1])
-    problem = "; ".join(answer.problem for answer in rounds[-1])
-    if not answered or not (is_last or fallback.best_answer):
-        raise MixtureFailed(f"no agent answered; {problem}")
-    outcome = vote(texts[answered[-1]], extract)
-    winner = rounds[answered[-1]][outcome.place]
-    return outcome, winner, None if is_last else Substitution("answer", winner.name, problem)

@@ -14,11 +14,9 @@ from flashmoa.engine import prompt_fields
 from flashmoa.errors import EngineError
 from flashmoa.moa.settings import Limits, token_limit
 
-# Tokens of context that are kept free for an answer whose max_tokens is not set.
-_DEFAULT_ANSWER_TOKENS = 1024
-# How long an engine may take to say how many tokens a prompt has, or its context. Agents write
-# meanwhile, and without an answer nothing is cut.
-_HOUSEKEEPING_SECONDS = 5.0
+# How long an engine may take to count a prompt's tokens, or to report its context. Without an
+# answer nothing is cut.
+_COUNT_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Model:
             and SGLang's own.
         backups: other engines that serve it. A request that fails is repeated on them in turn. An
             engine that did not answer is asked last for a minute.
-        limits: its own limits; by default those of the mixture, staircase or debate.
+        limits: its own limits; by default the limits of the mixture, staircase or debate.
         role: text at the beginning of this agent's system message.
     """
 
@@ -59,8 +57,8 @@ class Model:
 
     @property
     def answer_tokens(self) -> int:
-        """Return for how many tokens of an answer the context must have room."""
-        return self.max_tokens or _DEFAULT_ANSWER_TOKENS
+        """Return how many tokens of the context are kept free for an answer."""
+        return self.max_tokens or 1024
 
     async def free_tokens(
         self, empty_prompt: Sequence[Mapping[str, Any]], answer_limits: Sequence[int | None]
@@ -69,10 +67,10 @@ class Model:
 
         Args:
             empty_prompt: the prompt without the answers.
-            answer_limits: for each answer, how many tokens it can have; ``None`` if unknown.
+            answer_limits: the largest number of tokens of each answer; ``None`` if unknown.
 
-        Returns: ``None`` if the answers certainly fit, or if the engine does not report how long
-            its context is.
+        Returns: ``None`` if the answers certainly fit, or if the engine does not report the length
+            of its context.
 
         Raises: EngineError or TimeoutError if the engine cannot tokenise the prompt.
         """
@@ -89,38 +87,32 @@ class Model:
     async def context_length(self) -> int | None:
         """Return its context length in tokens, ``None`` if the engine does not report it."""
         try:
-            with anyio.fail_after(_HOUSEKEEPING_SECONDS):
+            with anyio.fail_after(_COUNT_TIMEOUT_SECONDS):
                 return await self.engine.context_length(self.model)
         except (EngineError, TimeoutError):
             return None  # An engine that does not answer now is asked again next time.
 
     async def fits(self, prompt: Sequence[Mapping[str, Any]], context: int) -> bool:
-        """Return whether a context has room for a prompt and a whole answer after it.
-
-        Args:
-            context: number of tokens in the context.
-        """
+        """Return whether a context of that many tokens has room for a prompt and its answer."""
         free = context - self.answer_tokens
-        if _upper_bound(prompt) <= free:
-            return True
         try:
-            return await self._count_tokens(prompt) <= free
+            return _upper_bound(prompt) <= free or await self._count_tokens(prompt) <= free
         except (EngineError, TimeoutError):
             return True  # If there is too little room, the engine will refuse the request itself.
 
     async def _count_tokens(self, prompt: Sequence[Mapping[str, Any]]) -> int:
         fields = prompt_fields(self.sampling)
-        with anyio.fail_after(_HOUSEKEEPING_SECONDS):
+        with anyio.fail_after(_COUNT_TIMEOUT_SECONDS):
             return len(await self.engine.tokenize_chat(list(prompt), **fields))
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """What answers if the last aggregator fails.
+    """Who answers if the last aggregator fails.
 
     Attributes:
         models: other last aggregators, asked in turn. They read the answers of the last layer that
-            has any, and continue what the aggregator has written.
+            has any, and continue the aggregator's text.
         best_answer: whether the best of these answers is the result if no aggregator could answer.
     """
 
@@ -129,9 +121,9 @@ class Fallback:
 
 
 def _upper_bound(prompt: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many tokens a prompt can have at most."""
+    """Return an upper bound of a prompt's tokens."""
     # A token has at least one byte, and a chat template adds fewer than 256 tokens. Templates write
-    # other fields, too, such as the calls of tools.
+    # other fields, too, such as tool calls.
     return sum(len(str(message).encode(errors="replace")) for message in prompt) + 256
 
 
@@ -142,11 +134,11 @@ async def room_for_answers(
 ) -> int | None:
     """Return how many tokens of answers fit into the prompt of every reader; ``None``: all fit.
 
-    The arguments are those of :meth:`Model.free_tokens`. An engine that does not answer is left
-    out. If it has too little room, it will refuse the reader's request itself.
+    Arguments: see :meth:`Model.free_tokens`. An engine that does not answer is left out. If it has
+    too little room, it will refuse the reader's request itself.
     """
     rooms: list[int] = []
-    # Of readers with the same context, the one that writes most has the least room.
+    # Among readers with the same context, the reader with the longest answer has the least room.
     by_answer = sorted(readers, key=lambda reader: reader.answer_tokens)
     for reader in {(reader.engine.url, reader.model): reader for reader in by_answer}.values():
         try:

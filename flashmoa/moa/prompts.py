@@ -1,7 +1,7 @@
-"""Build prompts of aggregators and debaters; cut answers into chunks while they are written.
+"""Build prompts of aggregators and debaters, and cut answers into chunks while they are written.
 
-In each round of a staircase (Staircase Streaming, arXiv 2510.05059), the prompts of the next layer
-grow by the next chunk of every answer that it reads (``ChunkedText``, ``GrowingPrompt``).
+In each round of a staircase (Staircase Streaming, arXiv 2510.05059), a reader's prompt grows by the
+next chunk of every answer (``ChunkedText``, ``GrowingPrompt``).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.link.streamed_text import StreamedText
-from flashmoa.moa.results import MixtureFailed, common_refusal
+from flashmoa.moa.results import MixtureFailed, common_refusal, describe
 from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Steps
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,10 @@ Messages = list[dict[str, Any]]
 Question = str | Sequence[Message]
 Layout = Literal["answers-first", "question-first"]
 Memory = Literal["all", "last"]
+# How readers read an answer: the text before it, and the text in place of both if it is left out.
+AnswerForm = tuple[str, str]
+# For each earlier round or layer: every answer in all its forms, or their marks.
+Rounds = Sequence[Sequence[tuple[str, ...]]]
 
 _AGGREGATE = (
     "Several assistants have answered the user's last message without knowing of each other. "
@@ -46,14 +50,13 @@ _DEBATE_STAIRCASE = (
 
 @dataclass(frozen=True, slots=True)
 class AggregationPrompt:
-    """The prompt of an aggregator, with a numbered slot for each answer it reads.
+    """The prompt of an aggregator. It has a numbered slot for each answer that the agent reads.
 
     Attributes:
-        layout: ``answers-first`` is the usual form: the answers are in the system message, and
-            the conversation follows them, so that it cannot be prefilled before the answers are
-            complete. ``question-first`` has the conversation first and the answers at its end, so
-            that everything but the answers has a fixed position.
-        instruction: text before the answers, which tells the model what to do with them.
+        layout: ``answers-first``, the usual form, puts the answers into the system message. The
+            conversation follows them, so it cannot be prefilled before the answers are complete.
+            ``question-first`` puts the answers at the end, so everything else has a fixed position.
+        instruction: text before the answers that says what to do with them.
         heading: text before each answer; ``{number}`` counts from 1.
         closing: text after the last answer.
     """
@@ -62,56 +65,61 @@ class AggregationPrompt:
     instruction: str = _AGGREGATE
     heading: str = "\n\nAnswer {number}:\n"
     closing: str = ""
+    has_all_rounds: ClassVar[bool] = False
 
     def title(self, number: int) -> str:
         """Return the text before an answer, by its number from 1."""
         return self.heading.replace("{number}", str(number))
 
-    def messages(self, question: Question, slots: Sequence[str]) -> Messages:
+    def messages(self, question: Question, answers: Sequence[str]) -> Messages:
         """Return the messages to send.
 
         Args:
-            slots: the answers, each with its title before it, or the marks that stand for them.
+            answers: each answer, or its mark, after its title.
 
         Raises: ValueError if :func:`conversation` raises it.
         """
         messages = conversation(question)
         system = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
-        answers = "".join(slots) + self.closing
+        read = "".join(answers) + self.closing
         instruction = f"{system}\n\n{self.instruction}" if system else self.instruction
         if self.layout == "answers-first":
-            return [{"role": "system", "content": instruction + answers}, *messages]
+            return [{"role": "system", "content": instruction + read}, *messages]
         *before, last = messages
-        after = [{**last, "content": f"{last['content']}{answers}"}]
+        after = [{**last, "content": f"{last['content']}{read}"}]
         if last["role"] == "tool":  # What a tool returned must stay as it is.
-            after = [last, {"role": "user", "content": answers.lstrip()}]
+            after = [last, {"role": "user", "content": read.lstrip()}]
         return [{"role": "system", "content": instruction}, *before, *after]
 
+    def forms(self, places: Sequence[int]) -> list[list[AnswerForm]]:
+        """Return the form of each answer at these places of a layer."""
+        return [[(self.title(number), "")] for number in range(1, len(places) + 1)]
 
-class AnswerForms(NamedTuple):
-    """A debater's answer of one round, or its mark, as the debater and as the others read it."""
+    def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:
+        """Return the messages for the agent at a place; it reads the last of the rounds."""
+        return self.messages(question, [answer for (answer,) in rounds[-1]])
 
-    own: str
-    others: str
+    def on_staircase(self, place: int) -> AggregationPrompt:
+        """Return the prompt on a staircase of the agent at a place."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class DebatePrompt:
     """The prompts of a debate.
 
-    A debater's own answers are its assistant messages. The user message after each of them has the
-    answers of the others.
+    A debater's own answers are its assistant messages. The user message after each own answer has
+    the other debaters' answers.
 
     Attributes:
         instruction: text before the others' answers, so that it can be prefilled first.
-        heading: text before each of these answers; ``{number}`` is the debater's number, from 1.
-        absent: text in place of a debater's own answer in a round in which it failed.
-        memory: which earlier rounds a prompt has. ``all``, as published, so that it begins with
-            the prompt of the round before; or only the ``last`` one, which needs less context.
-        staircase_instruction: takes the place of ``instruction`` on a staircase, where answers are
-            read before they are complete and a debater's own answer is among the others;
-            ``{number}`` is the reader's number.
-        aggregation: the prompt of an aggregator that concludes the debate.
+        heading: text before each of the others' answers; ``{number}`` is the debater, from 1.
+        absent: text in place of a debater's own answer if it failed.
+        memory: which earlier rounds a prompt has. ``all``, as published: the prompt begins with the
+            debater's previous prompt. ``last`` needs less context.
+        staircase_instruction: takes the place of ``instruction`` on a staircase, where a debater's
+            own incomplete answer is among the numbered answers; ``{number}`` is the reader.
+        aggregation: the prompt of the aggregator.
     """
 
     instruction: str = _DEBATE
@@ -123,31 +131,32 @@ class DebatePrompt:
         default_factory=lambda: AggregationPrompt("question-first")
     )
 
+    @property
+    def has_all_rounds(self) -> bool:
+        """Return whether a prompt has the answers of all earlier rounds."""
+        return self.memory == "all"
+
     def title(self, number: int) -> str:
         """Return the text before a debater's answer, by the debater's number from 1."""
         return self.heading.replace("{number}", str(number))
 
-    def messages(
-        self, question: Sequence[Message], place: int, rounds: Sequence[Sequence[AnswerForms]]
-    ) -> Messages:
-        """Return the messages to send to one debater.
+    def forms(self, places: Sequence[int]) -> list[list[AnswerForm]]:
+        """Return the form of each answer for its debater, and the form for the others."""
+        return [[("", self.absent), (self.title(place + 1), "")] for place in places]
 
-        Args:
-            question: a conversation.
-            place: number of the debater, from 0.
-            rounds: the earlier rounds, each with every debater's answer.
-        """
+    def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:
+        """Return the messages for one debater, by its place from 0."""
         messages = [dict(message) for message in question]
-        for answers in rounds if self.memory == "all" else rounds[-1:]:
-            others = [answer.others for number, answer in enumerate(answers) if number != place]
+        for answers in rounds if self.has_all_rounds else rounds[-1:]:
+            others = [other for number, (_, other) in enumerate(answers) if number != place]
             messages += [
-                {"role": "assistant", "content": answers[place].own},
+                {"role": "assistant", "content": answers[place][0]},
                 {"role": "user", "content": self.instruction + "".join(others)},
             ]
         return messages
 
     def on_staircase(self, place: int) -> AggregationPrompt:
-        """Return the prompt on a staircase of a debater, by its number from 0."""
+        """Return the prompt on a staircase of a debater, by its place from 0."""
         instruction = self.staircase_instruction.replace("{number}", str(place + 1))
         return AggregationPrompt("question-first", instruction, self.heading)
 
@@ -183,10 +192,10 @@ def conversation(question: Question) -> Messages:
 
 
 def fair_shares(lengths: Sequence[int], room: int | None) -> list[int]:
-    """Return to which lengths answers must be cut so that all fit into ``room``; ``None``: to none.
+    """Return the length of each answer after cutting all to fit ``room``; ``None``: cut nothing.
 
-    Short answers stay whole. The room that they do not need goes to the longer ones, which are cut
-    to one length (max-min fairness). All numbers have the same unit, tokens or characters.
+    Short answers stay whole. The longer answers get the rest of the room, and are cut to one length
+    (max-min fairness). All numbers have the same unit, tokens or characters.
     """
     if room is None:
         return [*lengths]
@@ -202,7 +211,7 @@ def cut_answer(text: str, length: int, share: int) -> str:
     """Return the beginning of an answer of ``length`` tokens that has at most ``share`` tokens."""
     if share >= length:
         return text
-    # The token at which a text is cut may become two.
+    # The token at the cut may become two tokens.
     return text[: len(text) * max(0, share - 1) // length]
 
 
@@ -260,9 +269,9 @@ class ChunkedText:
                     if left == 0:
                         self.chunk(number).close()
         except UpstreamCancelled:
-            pass  # Readers get the chunks that were written.
+            pass  # Readers get the chunks so far.
         except Exception as error:
-            self.error, self.problem = error, str(error) or type(error).__name__
+            self.error, self.problem = error, describe(error)
             text = "%s ends early: %s. Its readers continue with what it has written."
             logger.warning(text, self.source.name, self.problem.removesuffix("."))
         self._count = number + 1
@@ -289,19 +298,19 @@ class GrowingPrompt:
         rounds = [
             [f"{source.chunk(round_)}" for source in self.sources] for round_ in range(number + 1)
         ]
-        slots = [chunk for chunks in rounds for chunk in chunks]
+        answers = [chunk for chunks in rounds for chunk in chunks]
         if self.steps.order == "contiguous":
             texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
-            slots = [f"{self.prompt.title(n)}{text}" for n, text in enumerate(texts, 1)]
-        return self.prompt.messages(self.question, slots)
+            answers = [f"{self.prompt.title(n)}{text}" for n, text in enumerate(texts, 1)]
+        return self.prompt.messages(self.question, answers)
 
     def is_last_round(self, number: int) -> bool:
-        """Return whether it is certain that no chunks follow those of a round, from 0."""
+        """Return whether certainly no chunks follow the chunks of a round, from 0."""
         return all(source.ends_before(number + 1) for source in self.sources)
 
     def raise_if_all_failed(self) -> None:
         """Raise MixtureFailed if no source has written anything."""
-        if all(chunked.failed for chunked in self.sources):
-            problems = (f"{chunked.source.name}: {chunked.problem}" for chunked in self.sources)
+        if all(source.failed for source in self.sources):
+            problems = (f"{source.source.name}: {source.problem}" for source in self.sources)
             failure = MixtureFailed(f"no agent answered; {'; '.join(problems)}")
-            raise failure from common_refusal([chunked.error for chunked in self.sources])
+            raise failure from common_refusal([source.error for source in self.sources])

@@ -17,7 +17,7 @@ Status = Literal["used", "left out", "failed"]
 
 
 class MixtureFailed(FlashMoAError):
-    """Raised when no answer could be made. ``__cause__`` is the error of one of the agents."""
+    """Raised when no answer could be made. ``__cause__`` is an agent's error."""
 
 
 @contextmanager
@@ -31,8 +31,13 @@ def raise_as_mixture_failed() -> Generator[None]:
         raise MixtureFailed(f"the last aggregator failed: {error}") from error
 
 
+def describe(error: Exception) -> str:
+    """Return an error's message, or its type if it has none."""
+    return str(error) or type(error).__name__
+
+
 def common_refusal(errors: Sequence[Exception | None]) -> RequestRefused | None:
-    """Return why all of some agents' requests were refused; ``None`` if not all of them were.
+    """Return a refusal if the requests of all agents were refused, else ``None``.
 
     Args:
         errors: the error of each agent; ``None`` if it has none.
@@ -44,14 +49,14 @@ def common_refusal(errors: Sequence[Exception | None]) -> RequestRefused | None:
 
 @dataclass(slots=True)
 class StaircaseRound:
-    """Records one round of an agent on a staircase; times in Unix seconds.
+    """Records an agent's round on a staircase; times in Unix seconds.
 
     Attributes:
-        text: the part of the answer that was written in this round.
+        text: the part of the answer that the agent wrote in this round.
         finish_reason: ``length`` if the part reached its maximal length, ``stop`` if the agent
-            considered its answer complete. If there is a next round, it is asked again.
+            considered its answer complete. If there is a next round, the agent is asked again.
         out_of_room: whether this round's chunks did not fit into the context. Then this round is
-            the last one, and completes the answer from the chunks of the rounds before.
+            the last one, and completes the answer from the chunks of the previous rounds.
     """
 
     asked: float
@@ -65,15 +70,15 @@ class StaircaseRound:
 
 @dataclass(slots=True)
 class AgentAnswer:
-    """Records the answer of one agent; times in Unix seconds.
+    """Records an agent's answer; times in Unix seconds.
 
     Attributes:
         layer, place: position in the topology, from 0; in a debate, the round and the debater.
         status: ``used`` if the agent's readers got the answer, ``left out`` if the agent was
             cancelled because the complete answers sufficed, ``failed`` with ``problem``.
-        finish_reason: finish reason in OpenAI's sense, if the agent finished.
-        cut_tokens: how many tokens were cut from its end because readers' contexts were too short.
-        thought: what the model thought before it answered, which is in no prompt of another agent.
+        finish_reason: OpenAI's finish reason, if the agent finished.
+        cut_tokens: number of tokens cut from its end because a reader's context was too short.
+        thought: the model's thought before the answer. No other agent reads it.
         confidence: geometric mean of its tokens' probabilities, if they were requested.
         retries: the problems of requests that were repeated; ``usage`` then adds up all requests.
         steps: the agent's rounds on a staircase; ``usage`` then adds up all its requests.
@@ -106,8 +111,7 @@ class AgentAnswer:
     def tokens(self) -> int:
         """Return the answer's length in tokens, or in characters if its engine did not count.
 
-        An engine counts what was thought, too, which no agent reads. It is left out by its share of
-        the characters.
+        An engine counts thought, too. Its share of the tokens is its share of the characters.
         """
         if self.usage is None:
             return len(self.text)
@@ -123,15 +127,10 @@ class AgentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """Records what a question cost, all agents together; partly estimated if some were cancelled.
-
-    Attributes:
-        tokens_left: what is left of the budget; ``None`` without one.
-    """
+    """Records what all agents of a question cost; partly estimated if some were cancelled."""
 
     prompt_tokens: int
     completion_tokens: int
-    tokens_left: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -144,10 +143,10 @@ class Substitution:
     """Records what took the place of the last aggregator's answer.
 
     Attributes:
-        kind: ``aggregator``: another aggregator answered; ``answer``: the best answer that there
-            was is the result, or in a vote the one of an earlier round.
+        kind: ``aggregator``: another aggregator answered; ``answer``: the best answer of the other
+            agents is the result.
         agent: the name of the agent whose answer it is, ``LAYER.PLACE``, from 1.
-        problem: why the last aggregator's answer, or the last round, is not used.
+        problem: why the last aggregator's answer is not used.
     """
 
     kind: Literal["aggregator", "answer"]
@@ -155,45 +154,24 @@ class Substitution:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """The outcome of a vote.
-
-    Attributes:
-        ballots: the ballot in each debater's last answer; ``None`` if it has none or is empty.
-        winner: the most common ballot; ``None`` if there is no ballot.
-        count: number of debaters with that ballot.
-        place: the first debater with that ballot, from 0.
-    """
-
-    ballots: tuple[str | None, ...]
-    winner: str | None
-    count: int
-    place: int
-
-
 @dataclass(slots=True)
 class Result:
     """The answer of a mixture, staircase or debate, and the records of its agents.
 
     Attributes:
-        finish_reason: finish reason of the answer in OpenAI's sense.
+        finish_reason: OpenAI's finish reason of the answer.
         layers: every agent's answer, by layer and place; in a debate the rounds, and after them the
-            aggregator's layer. Aggregators that were asked after the last one had failed are in
-            its layer.
-        spending: what the question cost.
-        time_to_first_token: seconds from the question to the answer's first token; after a vote to
-            that of the last round.
+            aggregator's layer. Other aggregators that were asked are in the last layer.
+        time_to_first_token: seconds from the question to the answer's first token.
         seconds: seconds from the question to the answer's last token.
         substitution: what took the place of the last aggregator's answer, if that failed.
-        vote: the vote on the last round's answers; ``None`` if an aggregator answered.
-        decisions: decisions about early exit, except those that were cancelled because the
+        decisions: decisions about early exit, except the decisions that were cancelled because the
             cluster's last answer had arrived.
-        deciding: seconds by which decisions delayed the answer: the sum along the critical path
-            of the time from a cluster's last answer until its readers got it, for whatever reason.
-            The critical path leads from the last aggregator back through the layers, in each layer
+        deciding: seconds by which decisions delayed the answer: the sum, along the critical path,
+            of the time from a cluster's last answer until its readers got it, for any reason. The
+            critical path leads from the last aggregator back through the layers, in each layer
             through the answer that came last.
-        in_one_request_for: on a staircase, parameters for which every agent wrote its answer in one
+        in_one_request_for: parameters that made every agent of a staircase write its answer in one
             request, from whole answers.
     """
 
@@ -204,7 +182,6 @@ class Result:
     time_to_first_token: float = 0.0
     seconds: float = 0.0
     substitution: Substitution | None = None
-    vote: Vote | None = None
     decisions: list[Decision] = field(default_factory=list[Decision])
     deciding: float = 0.0
     in_one_request_for: Sequence[str] = ()
@@ -220,4 +197,4 @@ class Result:
         if self.substitution is not None:
             name = self.substitution.agent
             return next(agent for agent in self.agents if agent.name == name)
-        return self.layers[-1][0 if self.vote is None else self.vote.place]
+        return self.layers[-1][0]

@@ -1,14 +1,13 @@
-"""Run agents in layers (``System``, ``SystemRun``) of mixtures, staircases and debates.
+"""Run agents in layers (``System``, ``SystemRun``): mixtures, staircases and debates.
 
-Each agent of a layer reads agents of the layer before, and its request is sent when their answers
-are complete; until then its prompt is prefilled as they are written. With ``steps``, agents read
-chunk by chunk and write meanwhile.
+Each agent of a layer reads agents of the layer before. Its request is sent when their answers are
+complete; until then, its prompt is prefilled while they write. With ``steps``, agents read chunk by
+chunk and write meanwhile.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,17 +16,19 @@ from typing import Any, TypedDict
 
 import anyio
 
-from flashmoa import UpstreamCancelled, Workflow
+from flashmoa import Workflow
+from flashmoa.engine import PromptUsage
 from flashmoa.link.link import Ahead
 from flashmoa.link.streamed_text import StreamedText
-from flashmoa.moa.agent import Agent, Inquiry
+from flashmoa.moa.agent import Agent
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member, wait_for_several
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
-from flashmoa.moa.final_answer import Extract, FinalAnswer, vote_on_last
+from flashmoa.moa.final_answer import FinalAnswer
 from flashmoa.moa.models import Fallback, Model, room_for_answers
 from flashmoa.moa.prompts import (
     AggregationPrompt,
     ChunkedText,
+    DebatePrompt,
     GrowingPrompt,
     Messages,
     Question,
@@ -36,108 +37,68 @@ from flashmoa.moa.prompts import (
     cut_answer,
     fair_shares,
 )
-from flashmoa.moa.results import (
-    AgentAnswer,
-    MixtureFailed,
-    Result,
-    common_refusal,
-    raise_as_mixture_failed,
-)
-from flashmoa.moa.settings import Budget, Limits, Quorum, Steps, needs_one_request, token_limit
-from flashmoa.moa.topology import ClusterKey, Reads, critical_path
+from flashmoa.moa.results import AgentAnswer, Result, Spending, raise_as_mixture_failed
+from flashmoa.moa.settings import Limits, Quorum, Steps, needs_one_request
+from flashmoa.moa.topology import ClusterKey, Reads, Topology, critical_path
 from flashmoa.observe import Listener
 from flashmoa.observe.events import contained, ignore
 
 # Parameters of chat completions.
 Sampling = Mapping[str, Any]
-# For each layer after the first so far: by what is read, each answer's mark or text in each form.
-Slots = Sequence[Mapping[Reads, Sequence[Sequence[str]]]]
 
 
 class SystemSettings(TypedDict, total=False):
-    """What mixtures, staircases and debates have in common.
+    """The settings that mixtures, staircases and debates have in common.
 
     Attributes:
-        limits: how long agents may take whose models do not say it themselves. An agent that takes
-            longer is left out.
-        budget: what a question may cost; ``None``: anything.
-        fallback: what answers if the last aggregator fails, or no debater in the last round.
+        limits: time limits of agents whose models have none. An agent that takes longer is left
+            out.
+        fallback: who answers if the last aggregator fails.
         ahead: which part of prompts is prefilled before their requests; for comparisons.
         listener: called with every event. Agents are named ``LAYER.PLACE``, from 1.
     """
 
     limits: Limits | None
-    budget: Budget | None
     fallback: Fallback | None
     ahead: Ahead
     listener: Listener
 
 
-class System(ABC):
-    """Agents in layers that answer questions.
+class System:
+    """Answers questions with agents in layers.
 
     Args:
         layers: the models of every layer.
-        reads: for each agent, the places in the layer before of those that it reads.
-        quorums: how many answers of each layer suffice that is read, or votes.
-        steps: the chunks in which answers are read while they are written; ``None``: whole.
+        topology: which agents read which.
+        prompts: the prompt of each layer after the first.
+        quorums: how many answers suffice, for each layer but the last.
+        steps: the chunks that agents read while other agents write; ``None``: agents wait for whole
+            answers.
         early_exit: decides which agents are waited for; ``None``: all. It needs whole answers.
-        extract: returns the ballots of the last layer, which votes; ``None``: it is one agent,
-            whose answer is the result.
     """
 
-    def __init__(  # noqa: PLR0913 - the last three have a default
+    def __init__(  # noqa: PLR0913 - the last two have a default
         self,
         layers: Sequence[Sequence[Model]],
-        reads: Sequence[Sequence[Reads]],
+        topology: Topology,
+        prompts: Sequence[AggregationPrompt | DebatePrompt],
         quorums: Sequence[Quorum | None],
-        settings: SystemSettings,
         *,
+        settings: SystemSettings,
         steps: Steps | None = None,
         early_exit: EarlyExit | None = None,
-        extract: Extract | None = None,
     ) -> None:
         self.layers = layers
-        self.reads = reads
+        self.reads = topology.layers
+        self.prompts = prompts
         self.quorums = quorums
         self.steps = steps
         self.early_exit = early_exit
-        self.extract = extract
         self.limits = settings.get("limits") or Limits()
-        self.budget = settings.get("budget")
         self.fallback = settings.get("fallback") or Fallback()
         self.ahead: Ahead = settings.get("ahead", "text")
         self.listener = contained(settings.get("listener", ignore))
         self.rng = Random(early_exit.seed if early_exit is not None else 0)
-
-    @abstractmethod
-    def prompt(self, layer: int, place: int) -> AggregationPrompt:
-        """Return the prompt of an agent that reads others, by its layer and place from 0.
-
-        It is that of agents on a staircase, and of the last aggregator.
-        """
-
-    def forms(self, layer: int, reads: Reads) -> list[list[tuple[str, str]]]:
-        """Return, for each answer that is read together, its forms in the prompts of a layer.
-
-        Returns: for each form the text before the answer, and the text in place of both if the
-            answer is left out.
-        """
-        prompt = self.prompt(layer, 0)
-        return [[(prompt.title(number), "")] for number in range(1, len(reads) + 1)]
-
-    def messages(self, question: Messages, layer: int, place: int, slots: Slots) -> Messages:
-        """Return the messages of an agent that reads whole answers.
-
-        Args:
-            slots: those of the layers up to its own.
-        """
-        read = slots[-1][self.reads[layer][place]]
-        return self.prompt(layer, place).messages(question, [form for (form,) in read])
-
-    def depth(self, layer: int) -> int:
-        """Return how many layers' answers a prompt has at most that has those of a layer."""
-        return 1
 
     def is_scored(self, layer: int, place: int) -> bool:
         """Return whether early exit scores an agent's answer in any cluster."""
@@ -146,13 +107,12 @@ class System(ABC):
         return policy is not None and any(policy.applies_to(len(reads)) for reads in clusters)
 
     def in_one_request_for(self, sampling: Sampling | None = None) -> list[str]:
-        """Return the parameters for which no agent can write its answer in steps.
+        """Return the names of the parameters that keep agents from writing in steps.
+
+        Without ``steps`` there are none. The first layer always writes in one request.
 
         Args:
-            sampling: the request's parameters, as of :meth:`answer`.
-
-        Returns: their names; none without ``steps``. Agents of the first layer write in one request
-            in any case.
+            sampling: the request's parameters, as in :meth:`answer`.
         """
         if self.steps is None:
             return []
@@ -161,7 +121,7 @@ class System(ABC):
         return list(dict.fromkeys(names))
 
     def models(self, sampling: Sampling | None) -> list[Sequence[Model]]:
-        """Return the models of every layer, the last one's with a request's parameters."""
+        """Return the models of every layer. The last aggregator gets the request's parameters."""
         *before, last = self.layers
         return [*before, [model.with_sampling(sampling) for model in last]]
 
@@ -169,15 +129,13 @@ class System(ABC):
         """Return the answer when it is complete.
 
         Args:
-            question: a text, or messages of which the last is a user's.
-            sampling: parameters of the last aggregator, or of the last round's debaters if they
-                vote, in place of their models'.
+            question: a text, or messages that end with a user's.
+            sampling: parameters of the last aggregator, in place of its model's.
 
         Raises:
             ValueError: if the last message is not a user's.
             MixtureFailed: if no agent could answer, or the last aggregator could not and
                 ``fallback`` has no substitute.
-            Exception: if the function that returns ballots raises it.
         """
         async with self.answering(question, sampling) as run:
             return await run.result()
@@ -188,7 +146,7 @@ class System(ABC):
     ) -> AsyncGenerator[SystemRun]:
         """Answer a question and yield the run. Leaving the context stops every agent.
 
-        The arguments and exceptions are those of :meth:`answer`.
+        Arguments and exceptions: see :meth:`answer`.
         """
         messages = conversation(question)
         flow = Workflow(self.layers[-1][0].engine, ahead=self.ahead, listener=self.listener)
@@ -201,58 +159,39 @@ class System(ABC):
 
 
 class SystemRun:
-    """Answers one question.
-
-    ``async for`` yields the pieces of the last aggregator's answer or, after a vote, the answer.
-    """
+    """Answers one question. ``async for`` yields the pieces of the last aggregator's answer."""
 
     def __init__(
-        self,
-        system: System,
-        flow: Workflow,
-        question: Messages,
-        sampling: Sampling | None,
+        self, system: System, flow: Workflow, question: Messages, sampling: Sampling | None
     ) -> None:
         self._asked = time.time()
         self._system = system
         self._flow = flow
-        self._inquiry = Inquiry(flow, system.limits, system.budget)
         self._question = question
-        self._models = models = system.models(sampling)
+        self._models = system.models(sampling)
         self._sampling = sampling
         self._in_one_request_for = system.in_one_request_for(sampling)
         self._steps = None if self._in_one_request_for else system.steps
         self._agents: list[list[Agent]] = []
-        self._slots: list[dict[Reads, Sequence[Sequence[str]]]] = []
+        # What the readers of a cluster read: whole answers, or on a staircase chunks.
         self._clusters: dict[ClusterKey, Cluster] = {}
-        # What agents read of answers on a staircase, and the tasks that keep its quorums.
         self._chunked: dict[ClusterKey, list[ChunkedText]] = {}
-        self._quorums: list[anyio.CancelScope] = []
-        self._is_cancelled = False
-        self._voted: Result | None = None
-        self._final: FinalAnswer | None = None
-        for layer in range(len(models)):
+        self._cancelled = anyio.Event()
+        for layer in range(len(self._models)):
             self._ask_layer(layer)
-        if system.extract is not None:
-            self._everyone = tuple(range(len(models[-1])))
-            self._start_reading(len(models), self._everyone)
-        else:
-            [last] = self._agents[-1]
-            self._final = FinalAnswer(
-                system.fallback, last, self._answers, self._ask_another, sampling or {}
-            )
-            self._flow.start_soon(self._final.run)
+        [last] = self._agents[-1]
+        self._final = FinalAnswer(
+            system.fallback, last, self._answers, self._ask_another, sampling or {}
+        )
+        flow.start_soon(self._final.run)
 
     @property
     def agents(self) -> Sequence[Agent]:
         """Return every agent so far."""
-        return self._inquiry.agents
+        return [agent for layer in self._agents for agent in layer]
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield the pieces of the answer. Raises: as :meth:`result`."""
-        if self._final is None:
-            yield (await self.result()).text
-            return
         with raise_as_mixture_failed():
             async for piece in self._final.text:
                 yield piece
@@ -260,16 +199,19 @@ class SystemRun:
     async def result(self) -> Result:
         """Return the result when the answer is complete. Raises: as :meth:`System.answer`."""
         final = self._final
-        if final is None:
-            # Reading the answer and the result asks for each ballot once.
-            self._voted = self._voted or await self._vote()
-            return self._voted
         with raise_as_mixture_failed():
             await final.text
-        result = self._make_result(final.result, final.finish_reason)
-        result.time_to_first_token = (final.first_token or time.time()) - self._asked
-        result.seconds = (final.finished or time.time()) - self._asked
-        result.substitution = final.substitution
+        spent = PromptUsage.total([agent.spent() for agent in self.agents])
+        result = Result(
+            final.result,
+            final.finish_reason,
+            self._records(),
+            Spending(spent.prompt_tokens, spent.completion_tokens),
+            time_to_first_token=(final.first_token or time.time()) - self._asked,
+            seconds=(final.finished or time.time()) - self._asked,
+            substitution=final.substitution,
+            in_one_request_for=self._in_one_request_for,
+        )
         clusters = self._clusters
         result.decisions = [one for cluster in clusters.values() for one in cluster.decisions]
         if self._system.early_exit is not None:
@@ -281,181 +223,159 @@ class SystemRun:
 
     def cancel(self) -> None:
         """Stop every agent that has not finished."""
-        self._is_cancelled = True
-        for part in (*self._quorums, *self._clusters.values(), *self.agents):
+        self._cancelled.set()
+        for part in (*self._clusters.values(), *self.agents, self._final):
             part.cancel()
-        if self._final is not None:
-            self._final.cancel()
-
-    def _make_result(self, text: str, finish_reason: str | None) -> Result:
-        spending, one = self._inquiry.spending(), self._in_one_request_for
-        return Result(text, finish_reason, self._records(), spending, in_one_request_for=one)
-
-    async def _vote(self) -> Result:
-        system, last = self._system, self._agents[-1]
-        assert system.extract is not None
-        if self._steps is None:
-            await self._clusters[len(self._agents), self._everyone].decided.wait()
-        else:
-            await self._answers(len(self._agents))
-        open_ = [one for one in last if not one.is_complete and one.error is None]
-        if self._is_cancelled and any(one.record.status == "used" for one in open_):
-            raise UpstreamCancelled("the run was cancelled")
-        rounds, limit = self._records(), token_limit(self._sampling or {})
-        try:
-            outcome, winner, other = vote_on_last(rounds, system.extract, system.fallback, limit)
-        except MixtureFailed as failure:
-            raise failure from common_refusal([agent.error for agent in self.agents])
-        result = self._make_result(winner.text, winner.finish_reason)
-        result.vote, result.substitution = outcome, other
-        first = [one.first_token for one in rounds[-1] if one.first_token is not None]
-        result.seconds = time.time() - self._asked
-        result.time_to_first_token = min(first) - self._asked if first else result.seconds
-        return result
 
     def _ask_layer(self, layer: int) -> None:
-        """Make a layer's requests. Each is sent when what it reads is complete, or has a chunk."""
-        system, question = self._system, self._question
+        """Ask a layer's agents. Each request waits for the answers in its prompt, or for chunks."""
+        system = self._system
+        self._agents.append([])
         reads = system.reads[layer]
-        is_last = layer == len(self._models) - 1
-        if layer:
-            self._slots.append({})
-        for places in dict.fromkeys(reads):
-            if places:
-                self._start_reading(layer, places)
-        agents: list[Agent] = []
+        for places in dict.fromkeys(reads) if layer else ():
+            if self._steps is None:
+                self._copy_answers(layer, places)
+            else:
+                self._cut_answers(layer, places, self._steps)
         for place, (model, places) in enumerate(zip(self._models[layer], reads, strict=True)):
-            prompt: Messages | GrowingPrompt = question
-            if places and self._steps is not None:
-                sources, form = self._chunked[layer, places], system.prompt(layer, place)
-                prompt = GrowingPrompt(form, question, sources, self._steps)
-            elif places:
-                prompt = system.messages(question, layer, place, self._slots)
             # Stock SGLang mixes no prefill into decode steps of requests with log-probabilities.
             # Therefore only answers that early exit scores have them.
             if system.is_scored(layer, place):
                 model = model.with_sampling({"logprobs": True})
-            agents.append(Agent(self._inquiry, layer, place, model, is_last=is_last))
-            self._flow.start_soon(partial(agents[-1].run, prompt))
-        self._agents.append(agents)
+            self._ask(layer, model, self._prompt(layer, place, places))
 
-    def _start_reading(self, layer: int, reads: Reads) -> None:
-        """Start to copy what is read together by agents of a layer, or is voted on after the last.
-
-        Args:
-            reads: places in the layer before.
-        """
-        system, flow = self._system, self._flow
-        agents = [self._agents[layer - 1][place] for place in reads]
-        quorum = system.quorums[layer - 1]
-        is_read = layer < len(self._models)
+    def _prompt(self, layer: int, place: int, places: Reads) -> Messages | GrowingPrompt:
+        """Return the prompt of an agent that reads the agents at ``places`` in the layer before."""
+        if not layer:
+            return self._question
+        prompt = self._system.prompts[layer - 1]
         if self._steps is not None:
-            if quorum is not None:
-                flow.start_soon(partial(self._keep_quorum, quorum, agents, is_read=is_read))
-            if is_read:
-                self._chunked[layer, reads] = self._cut(layer, agents, self._steps)
-            return
-        forms = system.forms(layer, reads) if is_read else [[("", "")]] * len(agents)
+            form, sources = prompt.on_staircase(place), self._chunked[layer, places]
+            return GrowingPrompt(form, self._question, sources, self._steps)
+        keys = [(before, places) for before in range(1, layer + 1)]
+        rounds = [self._clusters[key].marks for key in keys if key in self._clusters]
+        return prompt.for_reader(self._question, place, rounds)
+
+    def _ask(
+        self, layer: int, model: Model, prompt: Messages | GrowingPrompt, continues: str = ""
+    ) -> Agent:
+        """Ask the next agent of a layer."""
+        agents = self._agents[layer]
+        agent = Agent(
+            self._flow, self._system.limits, layer, len(agents), model, continues=continues
+        )
+        agents.append(agent)
+        self._flow.start_soon(partial(agent.run, prompt))
+        return agent
+
+    def _copy_answers(self, layer: int, places: Reads) -> None:
+        """Start to copy the answers at ``places`` in the layer before into their readers' slots."""
+        system, flow = self._system, self._flow
+        agents = [self._agents[layer - 1][place] for place in places]
         members = [
-            Member(agent, [AnswerSlot(flow.version(agent), *form) for form in each])
-            for agent, each in zip(agents, forms, strict=True)
+            Member(agent, [AnswerSlot(flow.version(agent), *form) for form in forms])
+            for agent, forms in zip(agents, system.prompts[layer - 1].forms(places), strict=True)
         ]
         policy, scores = system.early_exit, None
-        if policy is not None and is_read and policy.applies_to(len(agents)):
+        if policy is not None and policy.applies_to(len(agents)):
             scores = ScoredAnswers(policy, system.rng, len(agents))
-        room = partial(self._room, layer, reads) if is_read else _unlimited
-        cluster = Cluster(members, room, scores, quorum)
-        self._clusters[layer, reads] = cluster
-        if is_read:
-            self._slots[-1][reads] = cluster.marks
+        room = partial(self._room, layer, places)
+        cluster = Cluster(members, room, scores, system.quorums[layer - 1])
+        self._clusters[layer, places] = cluster
         flow.start_soon(cluster.run)
 
-    def _cut(self, layer: int, agents: Sequence[Agent], steps: Steps) -> list[ChunkedText]:
-        """Start to cut the answers of agents into chunks for the readers in a layer."""
-        prompt = self._system.prompt(layer, 0)
-        sources: list[ChunkedText] = []
+    def _cut_answers(self, layer: int, places: Reads, steps: Steps) -> None:
+        """Start to cut the answers at ``places`` in the layer before into chunks."""
+        system, flow = self._system, self._flow
+        agents = [self._agents[layer - 1][place] for place in places]
+        prompt, quorum = system.prompts[layer - 1], system.quorums[layer - 1]
+        if quorum is not None:
+            flow.start_soon(partial(self._keep_quorum, quorum, agents))
+        sources = self._chunked[layer, places] = []
         for number, agent in enumerate(agents, 1):
             title = "" if steps.order == "contiguous" else prompt.title(number)
-            sources.append(ChunkedText(self._flow, agent, title, steps))
-            self._flow.start_soon(sources[-1].cut)
-        return sources
+            sources.append(ChunkedText(flow, agent, title, steps))
+            flow.start_soon(sources[-1].cut)
 
-    async def _keep_quorum(self, quorum: Quorum, agents: Sequence[Agent], *, is_read: bool) -> None:
+    async def _keep_quorum(self, quorum: Quorum, agents: Sequence[Agent]) -> None:
         """Leave out agents on a staircase once a quorum suffices.
 
-        When the time is over and enough of them have begun, those that have not are left out. When
-        enough of them are complete, the others end where they are.
+        When the time is over and a quorum of agents has begun, the agents that have not begun are
+        left out. When a quorum is complete, the other agents end where they are.
         """
+        await wait_for_several([agent.asked.wait for agent in agents], 1)
+        with anyio.move_on_after(quorum.seconds):
+            await self._cancelled.wait()
+        begun = [partial(_wait_for_text, agent) for agent in agents]
+        await wait_for_several(begun, quorum.answers)
+        for agent in agents:
+            if not agent.is_over and not agent.written:
+                agent.record.status = "left out"
+                agent.cancel()
+        await wait_for_several([agent.complete for agent in agents], quorum.answers)
+        for agent in agents:
+            if not agent.is_over:
+                agent.cancel()
 
-        def leave_out(others: Sequence[Agent], *, is_used: bool) -> None:
-            for other in others:
-                other.record.status = "used" if is_used else "left out"
-                other.cancel()
+    async def _room(self, layer: int, places: Reads) -> int | None:
+        """Return how many tokens the answers at ``places`` may have for all their readers.
 
-        scope = anyio.CancelScope()
-        self._quorums.append(scope)
-        with scope:
-            await wait_for_several([agent.asked.wait for agent in agents], 1)
-            await anyio.sleep(quorum.seconds)
-            begun = [partial(_wait_for_text, agent) for agent in agents]
-            await wait_for_several(begun, quorum.answers)
-            open_ = [agent for agent in agents if not agent.is_over]
-            leave_out([agent for agent in open_ if not agent.written], is_used=False)
-            await wait_for_several([agent.complete for agent in agents], quorum.answers)
-            leave_out([agent for agent in agents if not agent.is_over], is_used=is_read)
-
-    async def _room(self, layer: int, reads: Reads) -> int | None:
-        """Return how many tokens a cluster's answers may have for all its readers; None: any."""
-        system, depth = self._system, self._system.depth(layer)
+        ``None``: any number.
+        """
+        system, prompts = self._system, self._system.prompts
+        prompt = prompts[layer - 1]
+        # A debater's prompt may have the answers of all earlier rounds.
+        rounds = prompts.count(prompt) if prompt.has_all_rounds else 1
         agents = enumerate(zip(self._models[layer], system.reads[layer], strict=True))
-        readers = {place: model for place, (model, places) in agents if places == reads}
-        limits = [self._models[layer - 1][place].max_tokens for place in reads] * depth
-        titles = [[title for title, _ in forms] for forms in system.forms(layer, reads)]
-        empty = system.messages(self._question, layer, min(readers), [{reads: titles}] * depth)
+        readers = {place: model for place, (model, reads) in agents if reads == places}
+        limits = [self._models[layer - 1][place].max_tokens for place in places] * rounds
+        titles = [tuple(title for title, _ in forms) for forms in prompt.forms(places)]
+        empty = prompt.for_reader(self._question, min(readers), [titles] * rounds)
         # The longest role stands for all.
         role = max((reader.role for reader in readers.values()), key=len)
         room = await room_for_answers(readers.values(), add_role(empty, role), limits)
-        return None if room is None else room // depth
+        return None if room is None else room // rounds
 
-    async def _answers(self, layers: int | None = None) -> list[list[AgentAnswer]]:
-        """Wait for the agents of the first layers, all but the last by default.
+    async def _answers(self) -> list[list[AgentAnswer]]:
+        """Wait for all layers but the last, and return their answers.
 
-        Returns: their answers.
-
-        Raises: UpstreamCancelled after :meth:`cancel`, unless all had finished before.
+        Raises: UpstreamCancelled after :meth:`cancel`, unless all agents had finished before.
         """
-        layers = len(self._models) - 1 if layers is None else layers
-        # Without steps, the next layer has waited for them.
-        for agent in self.agents if self._steps is not None else ():
-            if agent.record.layer < layers:
-                try:
-                    await agent
-                except Exception:
-                    if self._is_cancelled:
-                        raise
-        return self._records()[:layers]
+        # Without steps, the last layer has waited for them.
+        layers = self._agents[:-1] if self._steps is not None else []
+        for agent in (agent for layer in layers for agent in layer):
+            try:
+                await agent
+            except Exception:
+                if self._cancelled.is_set():
+                    raise
+        return self._records()[:-1]
 
     async def _ask_another(
         self, model: Model, answers: Sequence[AgentAnswer], written: str
     ) -> Agent:
-        """Ask another last aggregator; see :class:`FinalAnswer`."""
-        layer, model = len(self._models) - 1, model.with_sampling(self._sampling)
-        prompt, place = self._system.prompt(layer, 0), len(self._agents[-1])
-        slots = await _fill_slots(model, prompt, self._question, answers)
-        agent = Agent(self._inquiry, layer, place, model, is_last=True, continues=written)
-        self._agents[-1].append(agent)
-        self._flow.start_soon(partial(agent.run, prompt.messages(self._question, slots)))
-        return agent
+        """Ask another last aggregator to read complete answers; see :class:`FinalAnswer`."""
+        model, prompt = model.with_sampling(self._sampling), self._system.prompts[-1]
+        titles = [prompt.title(number) for number in range(1, len(answers) + 1)]
+        lengths = [answer.tokens for answer in answers]
+        empty = add_role(self._last_prompt(titles), model.role)
+        shares = fair_shares(lengths, await room_for_answers([model], empty, lengths))
+        titled = [
+            title + cut_answer(answer.text, length, share)
+            for title, answer, length, share in zip(titles, answers, lengths, shares, strict=True)
+        ]
+        return self._ask(len(self._models) - 1, model, self._last_prompt(titled), written)
+
+    def _last_prompt(self, answers: Sequence[str]) -> Messages:
+        """Return the last aggregator's prompt with titled answers."""
+        prompt = self._system.prompts[-1]
+        return prompt.for_reader(self._question, 0, [[(answer,) for answer in answers]])
 
     def _records(self) -> list[list[AgentAnswer]]:
-        """Return what every agent did so far, by layer and place."""
+        """Return the records of every agent so far, by layer and place."""
         records = [[agent.fill_record() for agent in layer] for layer in self._agents]
-        if self._steps is not None and self._final is None:
-            for agent, record in zip(self._agents[-1], records[-1], strict=True):
-                if agent.is_complete and not agent.written.strip():
-                    record.status, record.problem = "failed", "it answered nothing"
-        for (layer, reads), sources in self._chunked.items():
-            for place, source in zip(reads, sources, strict=True):
+        for (layer, places), sources in self._chunked.items():
+            for place, source in zip(places, sources, strict=True):
                 record = records[layer - 1][place]
                 # An agent that wrote a chunk was read, whatever came after it.
                 if record.status != "left out":
@@ -464,26 +384,8 @@ class SystemRun:
         return records
 
 
-async def _fill_slots(
-    reader: Model, prompt: AggregationPrompt, question: Messages, answers: Sequence[AgentAnswer]
-) -> list[str]:
-    """Return the titled texts of complete answers, cut to fit into the prompt of a reader."""
-    titles = [prompt.title(number) for number in range(1, len(answers) + 1)]
-    lengths = [one.tokens for one in answers]
-    empty_prompt = add_role(prompt.messages(question, titles), reader.role)
-    shares = fair_shares(lengths, await room_for_answers([reader], empty_prompt, lengths))
-    return [
-        title + cut_answer(one.text, length, share)
-        for title, one, length, share in zip(titles, answers, lengths, shares, strict=True)
-    ]
-
-
 async def _wait_for_text(text: StreamedText) -> None:
     """Return when a text has begun. Raises: ValueError if it ends empty; the text's own error."""
     async for _ in text:
         return
     raise ValueError(f"{text.name} is empty")
-
-
-async def _unlimited() -> None:
-    """Return that answers may have any number of tokens, as a vote reads each by itself."""

@@ -1,4 +1,4 @@
-"""Define the settings of systems: limits, quorum, budget, steps, and sampling parameters."""
+"""Define settings: limits, quorum, steps, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated
 
 Order = Literal["contiguous", "rounds"]
-# The assumed length of a token where no engine has counted. Chunks are always cut by it, so that
-# they do not depend on how a server's events divide a text.
+# The assumed length of a token where no engine has counted. It always decides where chunks end, so
+# that they do not depend on how a server's events divide a text.
 CHARACTERS_PER_TOKEN = 4
-# Of a pydantic dataclass: unknown arguments are errors.
+# Makes unknown arguments of a pydantic dataclass errors.
 NO_OTHERS = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0)]
@@ -26,8 +26,8 @@ class Limits:
     Attributes:
         first_token_seconds: from the request to the first token, waiting in the engine included.
         stall_seconds: between two tokens.
-        answer_seconds: for the whole answer. After this time the answer ends where it is, as if it
-            had reached its ``max_tokens``.
+        answer_seconds: for the whole answer. After this time the answer ends, as if it had reached
+            its ``max_tokens``.
         attempts: how many requests may be sent, to the model's engines in turn; ``None``: one to
             each engine. An answer that broke off is continued, not begun again.
 
@@ -55,41 +55,17 @@ class Quorum:
 
 
 @validated(config=NO_OTHERS, frozen=True, slots=True)
-class Budget:
-    """What one question may cost. Once that is spent, no further agent is asked.
-
-    Agents that were asked before write on, so that somewhat more is spent. While they write, their
-    tokens are estimated: four characters of a prompt are a token.
-
-    Attributes:
-        tokens: tokens of all prompts and answers together.
-        reserve: how many of them are kept for the agent that writes the last answer.
-
-    Raises: ValueError if a number is out of its range.
-    """
-
-    tokens: Count
-    reserve: Annotated[int, Field(ge=0)] = 0
-
-    def __post_init__(self) -> None:
-        if self.reserve >= self.tokens:
-            raise ValueError(
-                f"reserve is {self.reserve}; it must be less than tokens, which is {self.tokens}"
-            )
-
-
-@validated(config=NO_OTHERS, frozen=True, slots=True)
 class Steps:
     """The settings of a staircase: how long chunks are, and how they stand in the prompt.
 
     Attributes:
         first: the length of the first chunk, in tokens of four characters (8 in the paper).
-        growth, largest: each later chunk has ``growth`` times as many tokens as the one before it,
-            at most ``largest``. The paper does not give them.
-        order: the order of chunks in the prompt. ``contiguous``: each text in one piece, so that
-            a large part of the prompt moves in every round. ``rounds``: the chunks of one round
-            after those of the round before, so that only the answer so far moves, which follows
-            them.
+        growth, largest: each later chunk has ``growth`` times the tokens of the previous chunk, at
+            most ``largest``. The paper does not give them.
+        order: the order of chunks in the prompt. ``contiguous``: each text in one piece, so a large
+            part of the prompt moves in every round. ``rounds``: each round's chunks after all
+            earlier chunks, so only the aggregator's answer moves, which follows them. This is
+            the paper's prefix-caching variant.
 
     Raises: ValueError if a number is out of its range.
     """
@@ -126,10 +102,10 @@ class ResponseFormat(BaseModel):
 
 
 class Sampling(BaseModel):
-    """Holds parameters of chat completions which an engine gets as they are.
+    """Holds the parameters of chat completions that an engine gets unchanged.
 
-    They are those of OpenAI's API and SGLang's own. Engines ignore names that they do not know, so
-    an unknown name is an error here.
+    They are OpenAI's and SGLang's own. Engines ignore unknown names, so an unknown name is an error
+    here.
     """
 
     model_config = ConfigDict(
@@ -162,7 +138,7 @@ class Sampling(BaseModel):
     verbosity: str | None = None
 
     def given_parameters(self) -> dict[str, Any]:
-        """Return the parameters that are set, the two names of ``max_tokens`` as that one.
+        """Return the parameters that are set; the two names of ``max_tokens`` become one.
 
         If both are set, the smaller number satisfies both.
         """
@@ -173,23 +149,23 @@ class Sampling(BaseModel):
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return an error message's end that names the known name nearest to an unknown one.
+    """Return the end of an error message: the known name nearest to an unknown name.
 
     Args:
-        otherwise: the end if none is near; by default it lists the names.
+        otherwise: the end if no name is near; by default it lists the names.
     """
     names = sorted(known)
     near = get_close_matches(name, names, n=1)
     return f"did you mean {near[0]!r}?" if near else otherwise or f"use one of {', '.join(names)}"
 
 
-# Parameters for which an engine may refuse a request, though their types are right.
+# Parameters that an engine may refuse though their types are right.
 _REFUSABLE = (
     "max_tokens", "max_completion_tokens", "min_tokens", "logit_bias", "stop_regex", "regex",
     "ebnf", "response_format", "chat_template_kwargs", "reasoning_effort", "tools", "tool_choice",
 )  # fmt: skip
 
-# Parameters that one request must follow to the answer's end.
+# One request must follow these parameters to the answer's end.
 _OF_ONE_REQUEST = (
     "response_format", "regex", "ebnf", "json_schema",
     "stop_regex", "stop_token_ids", "no_stop_trim", "min_tokens",
@@ -197,7 +173,7 @@ _OF_ONE_REQUEST = (
 
 
 def can_be_refused(parameters: Mapping[str, Any]) -> bool:
-    """Return whether an engine may refuse a request because of these parameters."""
+    """Return whether there is a parameter that an engine may refuse."""
     return any(parameters.get(name) is not None for name in _REFUSABLE)
 
 
@@ -207,7 +183,7 @@ def token_limit(parameters: Mapping[str, Any]) -> int | None:
 
 
 def needs_one_request(parameters: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters because of which one request must write the whole answer.
+    """Return the names of parameters that force one request to write the whole answer.
 
     A request that continues an answer applies its grammar and its ``min_tokens`` from its own first
     token on, and does not know that the answer has ended at a token.
@@ -217,7 +193,7 @@ def needs_one_request(parameters: Mapping[str, Any]) -> list[str]:
 
 
 def has_grammar(parameters: Mapping[str, Any]) -> bool:
-    """Return whether a request's answer must match a grammar, as that of JSON."""
+    """Return whether a request's answer must match a grammar, such as JSON's."""
     form: dict[str, Any] = parameters.get("response_format") or {}
     names = ("regex", "ebnf", "json_schema")
     return form.get("type", "text") != "text" or any(parameters.get(name) for name in names)

@@ -1,7 +1,9 @@
-"""Define the kinds of systems: mixtures of agents, staircases and debates.
+"""Define mixtures of agents, staircases and debates: their topologies and prompts.
 
 See Faster-MoA (arXiv 2512.18126), Staircase Streaming (arXiv 2510.05059), and for debates Du et al.
-2023 (arXiv 2305.14325).
+2023 (arXiv 2305.14325). In all of them, an answer that fails or is empty is left out. If answers do
+not fit into a reader's context, the longest are cut first. The result's records show both.
+:class:`flashmoa.moa.run.SystemSettings` are their common settings.
 """
 
 from __future__ import annotations
@@ -10,31 +12,26 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from flashmoa.moa.early_exit import EarlyExit
-from flashmoa.moa.final_answer import Extract
 from flashmoa.moa.models import Model
-from flashmoa.moa.prompts import AggregationPrompt, AnswerForms, DebatePrompt, Messages
-from flashmoa.moa.run import Slots, System, SystemSettings
+from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
+from flashmoa.moa.run import System, SystemSettings
 from flashmoa.moa.settings import Quorum, Steps
-from flashmoa.moa.topology import Reads, Topology
+from flashmoa.moa.topology import Topology
 
 
 class MixtureOfAgents(System):
     """Lets proposers answer a question, and layers of aggregators combine their answers into one.
 
     While agents write, their answers flow into the prompts of their readers (Faster-MoA §4.3).
-    With ``early_exit``, agents that are no longer needed are cancelled (§4.2). Answers that fail
-    or are empty are left out. Answers that do not fit into a reader's context are cut, the longest
-    first. The result's records show both.
 
     Args:
         layers: the models, from the proposers' layer to the last aggregator's.
         topology: which agents read which: a :class:`Topology`, ``9-3-1`` for a tree or ``9x9x1``
             for all-to-all. The default is a tree of the layers' widths.
         prompt: the aggregators' prompt, or a prompt for each layer after the first.
-        early_exit: policy for all clusters in all layers; ``None``: every agent is waited for.
+        early_exit: cancels agents that are no longer needed (§4.2), in clusters of any layer.
         quorum: how many answers of a cluster suffice after some time, or one such setting for each
-            layer but the last; ``None``: all are waited for.
-        settings: see :class:`flashmoa.moa.run.SystemSettings`.
+            layer but the last.
 
     Raises: ValueError if the layers do not match the topology, or the prompts or quorums the
         layers.
@@ -50,8 +47,7 @@ class MixtureOfAgents(System):
         quorum: Quorum | Sequence[Quorum | None] | None = None,
         **settings: Unpack[SystemSettings],
     ) -> None:
-        widths = tuple(len(layer) for layer in layers)
-        self.topology = Topology.of(widths, topology)
+        self.topology = Topology.of([len(layer) for layer in layers], topology)
         if isinstance(prompt, AggregationPrompt) or prompt is None:
             prompt = [prompt or AggregationPrompt()] * (len(layers) - 1)
         if isinstance(quorum, Quorum) or quorum is None:
@@ -62,31 +58,25 @@ class MixtureOfAgents(System):
                     f"there are {len(given)} {name} for {len(layers)} layers; give one, or one "
                     f"for each of {len(layers) - 1} layers of aggregators"
                 )
-        self.prompts = prompt
-        reads = self.topology.layers
-        super().__init__(layers, reads, quorum, settings, early_exit=early_exit)
-
-    def prompt(self, layer: int, place: int) -> AggregationPrompt:
-        """Return the prompt of a layer."""
-        return self.prompts[layer - 1]
+        super().__init__(
+            layers, self.topology, prompt, quorum, settings=settings, early_exit=early_exit
+        )
 
 
 class Staircase(System):
-    """Runs a layer of proposers, and an aggregator that writes while they do, in rounds.
+    """Runs proposers, and an aggregator that writes in rounds while they write.
 
-    In each round, the next chunk of every proposer's answer is added to the aggregator's prompt,
-    and the aggregator writes a part of its own answer from the chunks so far. Its first token waits
-    for the proposers' first chunks, and not for their whole answers.
+    Each round adds the next chunk of every proposer's answer to the aggregator's prompt, and the
+    aggregator writes the next part of its own answer. Its first token waits for the proposers'
+    first chunks only.
 
     Args:
-        aggregator: if it has parameters that one request must follow to the answer's end, or gets
-            them with a question, it waits for whole answers and writes in one request
-            (``in_one_request_for`` of the result). So do other aggregators in its place.
+        aggregator: if one of its parameters needs one request for the whole answer, it waits for
+            whole answers and writes in one request (``in_one_request_for`` of the result). The
+            same holds for parameters of the question, and for other aggregators in its place.
         prompt: the aggregator's prompt. With the order ``rounds`` its layout should be
             ``question-first``, the default, since only the end of a prompt can grow.
-        steps: the chunks in which it reads, and their order in its prompt.
         quorum: how many proposers suffice after some time: to begin with, and in the end.
-        settings: see :class:`flashmoa.moa.run.SystemSettings`.
 
     Raises: ValueError if there are no proposers.
     """
@@ -103,37 +93,31 @@ class Staircase(System):
     ) -> None:
         if not proposers:
             raise ValueError("a staircase needs at least one proposer; there is none")
-        self._prompt = prompt or AggregationPrompt("question-first")
-        layers, reads = [proposers, [aggregator]], Topology.dense(len(proposers), 1).layers
-        super().__init__(layers, reads, [quorum], settings, steps=steps or Steps())
-
-    def prompt(self, layer: int, place: int) -> AggregationPrompt:
-        """Return the aggregator's prompt."""
-        return self._prompt
+        super().__init__(
+            [proposers, [aggregator]],
+            Topology.dense(len(proposers), 1),
+            [prompt or AggregationPrompt("question-first")],
+            [quorum],
+            settings=settings,
+            steps=steps or Steps(),
+        )
 
 
 class Debate(System):
     """Lets debaters answer a question in rounds (Du et al. 2023, arXiv 2305.14325).
 
     In the first round each debater answers alone. In every later round it reads the answers that
-    all debaters gave in the round before. While answers are written, they flow into the prompts of
-    the next round. Answers that fail or are empty are left out. Answers that do not fit into a
-    reader's context are cut, the longest first. The result's records show both.
+    all debaters gave in the round before. While debaters write, their answers flow into the prompts
+    of the next round.
 
     Args:
         debaters: at least two models.
         rounds: how often each debater answers.
-        conclusion: a function or a model that concludes from the last round's answers. A function
-            returns the ballot of each answer, or ``None``. The most common ballot wins; in a tie,
-            that of the first debater. A model reads all answers and writes its own, as the last
-            aggregator of a Mixture-of-Agents does.
-        prompt: the debaters' prompt.
-        staircase: settings with which debaters, and an aggregator, begin when all debaters have
-            written a chunk in the round before, and continue chunk by chunk. By default they wait
-            for whole answers, and so they do for parameters that need one request
+        aggregator: reads the answers of the last round and writes the result.
+        staircase: the chunks that debaters and the aggregator read while other debaters write. By
+            default they wait for whole answers. If a parameter needs one request, they always wait
             (``in_one_request_for`` of the result).
-        quorum: how many answers of a round suffice after some time; ``None``: all are waited for.
-        settings: see :class:`flashmoa.moa.run.SystemSettings`.
+        quorum: how many answers of a round suffice after some time.
 
     Raises: ValueError if there are fewer than two debaters, or no round.
     """
@@ -142,7 +126,7 @@ class Debate(System):
         self,
         debaters: Sequence[Model],
         rounds: int,
-        conclusion: Extract | Model,
+        aggregator: Model,
         *,
         prompt: DebatePrompt | None = None,
         staircase: Steps | None = None,
@@ -153,44 +137,12 @@ class Debate(System):
             raise ValueError(f"a debate needs at least two debaters; there are {len(debaters)}")
         if rounds < 1:
             raise ValueError(f"a debate needs at least one round; rounds is {rounds}")
-        self.rounds = rounds
-        self._prompt = prompt or DebatePrompt()
-        everyone: Reads = tuple(range(len(debaters)))
-        layers: list[Sequence[Model]] = [debaters] * rounds
-        reads: list[list[Reads]] = [[()] * len(debaters)]
-        reads += [[everyone] * len(debaters)] * (rounds - 1)
-        extract: Extract | None = None
-        if isinstance(conclusion, Model):
-            layers.append([conclusion])
-            reads.append([everyone])
-        else:
-            extract = conclusion
-        quorums = [quorum] * rounds
-        super().__init__(layers, reads, quorums, settings, steps=staircase, extract=extract)
-
-    def prompt(self, layer: int, place: int) -> AggregationPrompt:
-        """Return the aggregator's prompt, or that of a debater on a staircase."""
-        if layer == self.rounds:
-            return self._prompt.aggregation
-        return self._prompt.on_staircase(place)
-
-    def forms(self, layer: int, reads: Reads) -> list[list[tuple[str, str]]]:
-        """Return an answer's forms in the prompts of its debater, and of the others."""
-        if layer == self.rounds:
-            return super().forms(layer, reads)
-        prompt = self._prompt
-        return [[("", prompt.absent), (prompt.title(place + 1), "")] for place in reads]
-
-    def messages(self, question: Messages, layer: int, place: int, slots: Slots) -> Messages:
-        """Return the messages of a debater, with earlier rounds, or of the aggregator."""
-        if layer == self.rounds:
-            return super().messages(question, layer, place, slots)
-        reads = self.reads[layer][place]
-        rounds = [[AnswerForms(*forms) for forms in each[reads]] for each in slots]
-        return self._prompt.messages(question, place, rounds)
-
-    def depth(self, layer: int) -> int:
-        """Return how many rounds the longest prompt has that has those of a layer's."""
-        if layer == self.rounds or self._prompt.memory == "last":
-            return 1
-        return self.rounds - 1
+        prompt = prompt or DebatePrompt()
+        super().__init__(
+            [*[debaters] * rounds, [aggregator]],
+            Topology.dense(*[len(debaters)] * rounds, 1),
+            [*[prompt] * (rounds - 1), prompt.aggregation],
+            [quorum] * rounds,
+            settings=settings,
+            steps=staircase,
+        )

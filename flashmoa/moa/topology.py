@@ -1,9 +1,8 @@
 """Describe which agents of a Mixture-of-Agents read which others (``Topology``); pure.
 
-The agents of the first layer read only the question. Those of a later layer read agents of the
+The agents of the first layer read only the question. An agent of a later layer reads agents of the
 layer before. The last layer is one agent. In the dense form every agent reads the whole layer
-before; in a tree each agent reads a separate cluster of it and need not wait for other clusters
-(Faster-MoA §4.1).
+before; in a tree each agent reads, and waits for, a cluster of its own (Faster-MoA §4.1).
 """
 
 from __future__ import annotations
@@ -52,16 +51,15 @@ class Topology:
         ``tree(9, 3, 1)`` has three clusters of three, and one of the three aggregators.
         """
         _check_widths(widths)
-        layers: list[Layer] = [((),) * widths[0]]
+        sizes: list[list[int]] = []
         for before, width in pairwise(widths):
             if width > before:
                 raise ValueError(
                     f"a layer of {width} agents follows one of {before}; in a tree each agent "
                     "reads a separate cluster, so a layer cannot be larger than the one before"
                 )
-            sizes = [before // width + (n < before % width) for n in range(width)]
-            layers.append(_make_clusters(sizes))
-        return cls(tuple(layers))
+            sizes.append([before // width + (n < before % width) for n in range(width)])
+        return cls.clusters(*sizes)
 
     @classmethod
     def clusters(cls, *sizes: Sequence[int]) -> Self:
@@ -69,7 +67,9 @@ class Topology:
         if not sizes:
             raise ValueError("there are no cluster sizes; give at least those of the first layer")
         layers: list[Layer] = [((),) * sum(sizes[0])]
-        layers += [_make_clusters(layer) for layer in sizes]
+        for layer in sizes:
+            ends = accumulate(layer, initial=0)
+            layers.append(tuple(tuple(range(begin, end)) for begin, end in pairwise(ends)))
         return cls(tuple(layers))
 
     @classmethod
@@ -84,9 +84,9 @@ class Topology:
 
     @classmethod
     def of(cls, widths: Sequence[int], given: Topology | str | None) -> Topology:
-        """Return the topology of layers of these widths; by default a tree.
+        """Return the given topology, or by default a tree.
 
-        Raises: ValueError if the given one has other widths, or as :meth:`parse` and :meth:`tree`.
+        Raises: ValueError if the given topology has other widths; see also :meth:`parse`.
         """
         topology = cls.parse(given) if isinstance(given, str) else given or cls.tree(*widths)
         if topology.widths != tuple(widths):
@@ -105,7 +105,7 @@ class Topology:
 def critical_path(
     reads: Sequence[Sequence[Reads]], last: Callable[[ClusterKey], int]
 ) -> list[ClusterKey]:
-    """Return the clusters that the answer waited for, from the last aggregator's back.
+    """Return the clusters that the answer waited for, from the last aggregator's cluster back.
 
     Args:
         reads: for each agent of each layer, the agents that it reads.
@@ -117,11 +117,6 @@ def critical_path(
         path.append((layer, reads[layer][place]))
         place = last(path[-1])
     return path
-
-
-def _make_clusters(sizes: Sequence[int]) -> Layer:
-    ends = list(accumulate(sizes, initial=0))
-    return tuple(tuple(range(begin, end)) for begin, end in pairwise(ends))
 
 
 def _check_widths(widths: Sequence[int]) -> None:

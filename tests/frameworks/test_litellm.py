@@ -1,4 +1,4 @@
-"""Test LiteLLM's client on a server of mixtures, a staircase and debates of tiny models."""
+"""Test LiteLLM's client on a server of mixtures, a staircase and a debate of tiny models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 URL = os.environ.get("FLASHMOA_MOA", "")
-MODELS = ("three", "stairs", "votes", "judged")
+MODELS = ("three", "stairs", "judged")
 QUESTION = [{"role": "user", "content": "What is there to see in Patan?"}]
 
 

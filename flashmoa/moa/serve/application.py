@@ -33,16 +33,15 @@ from flashmoa.moa.serve.chat_completions import (
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_SECONDS = 5
-# In seconds. A question takes as long as several answers after each other.
+# In seconds. A question takes several answers, one after another.
 _BUCKETS = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx buffers answers unless they say that it must not.
+    # Without this header, nginx buffers answers.
     (b"x-accel-buffering", b"no"),
 ]
-# The lines of a comment begin with a colon. Every client skips them.
+# A line that begins with a colon is a comment, which every client skips.
 _HEARTBEAT = b": agents are working\n\n"
 
 
@@ -51,10 +50,9 @@ class ServeOptions:
     """Configures a server.
 
     Attributes:
-        api_key: what clients send as their key; ``None``: they need none.
+        api_key: the key that clients must send; ``None``: they need no key.
         max_questions: how many questions are answered at once; more are refused.
         heartbeat_seconds: the longest time without any byte in a streamed answer.
-        max_body_bytes: the largest body of a request.
     """
 
     api_key: str | None = None
@@ -66,7 +64,7 @@ class ServeOptions:
 def application(systems: Sequence[ServedSystem], options: ServeOptions | None = None) -> Starlette:
     """Return a server of OpenAI's chat completions and models, ``/health`` and ``/metrics``.
 
-    When it ends, it closes the connections to engines.
+    The server closes the connections to engines when it ends.
     """
     server = _Server(systems, options or ServeOptions())
     routes = [
@@ -77,25 +75,21 @@ def application(systems: Sequence[ServedSystem], options: ServeOptions | None = 
         Route("/health", server.health),
         Route("/metrics", server.show_metrics),
     ]
-    handlers: dict[Any, Any] = {ChatRequestRefused: _answer_error}
+    handlers: dict[Any, Any] = {ChatRequestRefused: _refuse}
     return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
 
 
 class _AsciiResponse(JSONResponse):
-    """JSON in ASCII: engines' errors may have half of a surrogate pair, which UTF-8 has not."""
+    """JSON in ASCII: UTF-8 cannot encode half a surrogate pair, as in some errors of engines."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False).encode()
 
 
-def _error_response(error: Exception, engines: Mapping[str, str] | None = None) -> Response:
-    status, body = error_body(error, engines)
-    headers = {"Retry-After": str(_RETRY_AFTER_SECONDS)} if status == 429 else None
+async def _refuse(_request: Request, error: Exception) -> Response:
+    status, body = error_body(error)
+    headers = {"Retry-After": "5"} if status == 429 else None
     return _AsciiResponse(body, status, headers=headers)
-
-
-async def _answer_error(_request: Request, error: Exception) -> Response:
-    return _error_response(error)
 
 
 class _Metrics:
@@ -135,9 +129,12 @@ class _Question:
     _started: float = field(default_factory=time.monotonic)
     _has_begun: bool = False
 
+    def make_completion(self) -> Completion:
+        return Completion(self.served.name, self.served.engine_names)
+
     @asynccontextmanager
     async def answering(self) -> AsyncGenerator[Any]:
-        """Yield its run, and count its tokens however it ends; estimated if no engine counted."""
+        """Yield its run. Count its tokens however it ends, estimated if no engine counted."""
         chat, name, tokens = self.chat, self.served.name, self.metrics.tokens
         async with self.served.system.answering(chat.messages, chat.parameters) as run:
             try:
@@ -149,14 +146,14 @@ class _Question:
                     tokens.labels(name, model, "completion").inc(spent.completion_tokens)
 
     def begin(self) -> None:
-        """Note that a piece of the answer is sent."""
+        """Observe the time to the first piece of the answer."""
         if not self._has_begun:
             self._has_begun = True
             seconds = time.monotonic() - self._started
             self.metrics.first_token.labels(self.served.name).observe(seconds)
 
     def finish(self, result: Result) -> None:
-        """Note that it is answered."""
+        """Count a question that is answered."""
         self.ending, name, metrics = "answered", self.served.name, self.metrics
         metrics.seconds.labels(name).observe(time.monotonic() - self._started)
         if result.substitution is not None:
@@ -164,12 +161,13 @@ class _Question:
         for agent in result.agents:
             metrics.agents.labels(name, agent.model, agent.status).inc()
 
-    def fail(self, error: Exception) -> None:
-        """Log why the question is not answered."""
-        status, _ = error_body(error)
+    def fail(self, error: Exception) -> tuple[int, dict[str, Any]]:
+        """Log why the question is not answered. Return the status and the body of the error."""
+        status, body = error_body(error, self.served.engine_names)
         self.ending = "refused" if status < 500 else "failed"
         unexpected = error if status == 500 else None
         logger.warning("%s did not answer: %s", self.served.name, error, exc_info=unexpected)
+        return status, body
 
 
 class _Server:
@@ -204,12 +202,13 @@ class _Server:
                 await self._answer(request, send, _Question(chat, served, self._metrics))
         except ChatRequestRefused as error:
             self._metrics.questions.labels(name, "refused").inc()
-            await _error_response(error)(scope, receive, send)
+            response = await _refuse(request, error)
+            await response(scope, receive, send)
         except ClientDisconnect:
             self._metrics.questions.labels(name, "left").inc()
 
     def _check_key(self, request: Request) -> None:
-        """Refuse a request without the API key. Raises: ChatRequestRefused"""
+        """Raise ChatRequestRefused without the API key."""
         expected = self._options.api_key
         if expected is None:
             return
@@ -218,7 +217,7 @@ class _Server:
             given.strip().encode(), expected.encode()
         ):
             return
-        # LiteLLM takes a 401 for one only by these words of OpenAI's.
+        # LiteLLM recognises a wrong key only if the error has OpenAI's words.
         problem = "Incorrect API key provided; send the header Authorization: Bearer KEY"
         raise ChatRequestRefused(problem, code="invalid_api_key", status=401)
 
@@ -232,13 +231,13 @@ class _Server:
         return bytes(body)
 
     def _name_of(self, given: object) -> str:
-        """Return the name of the model that a body asks for; empty if there is none."""
+        """Return the name of the model that a body asks for; empty if there is no such model."""
         if given is None and len(self._systems) == 1:
             [given] = self._systems
         return given if isinstance(given, str) and given in self._systems else ""
 
     def _find(self, name: str | None) -> ServedSystem:
-        """Return a model by its name. Raises: ChatRequestRefused if there is none."""
+        """Return a model by its name. Raises: ChatRequestRefused if there is no such model."""
         if known := self._name_of(name):
             return self._systems[known]
         names = ", ".join(repr(name) for name in self._systems)
@@ -247,10 +246,7 @@ class _Server:
 
     @contextmanager
     def _place(self, name: str) -> Generator[None]:
-        """Count a question among the running ones.
-
-        Raises: ChatRequestRefused if there are as many as there may be.
-        """
+        """Count a running question. Raises: ChatRequestRefused if ``max_questions`` run already."""
         most = self._options.max_questions
         if self._running >= most:
             problem = f"{most} questions are being answered, the most at once; ask again later"
@@ -275,23 +271,18 @@ class _Server:
             self._metrics.questions.labels(question.served.name, question.ending).inc()
 
     async def _send_whole(self, request: Request, send: Send, question: _Question) -> None:
-        """Send the answer when it is complete."""
-        served = question.served
         try:
             async with question.answering() as run:
                 result = await run.result()
         except Exception as error:
-            question.fail(error)
-            response = _error_response(error, served.engine_names)
+            status, body = question.fail(error)
         else:
             question.finish(result)
-            response = _AsciiResponse(Completion(served.name, served.engine_names).whole(result))
-        await response(request.scope, request.receive, send)
+            status, body = 200, question.make_completion().whole(result)
+        await _AsciiResponse(body, status)(request.scope, request.receive, send)
 
     async def _stream(self, send: Send, question: _Question) -> None:
-        """Send the answer while it is written."""
-        engines = question.served.engine_names
-        completion = Completion(question.served.name, engines)
+        completion = question.make_completion()
         async with sending_events(send, self._options.heartbeat_seconds) as send_event:
             try:
                 async with question.answering() as run:
@@ -301,8 +292,7 @@ class _Server:
                         await send_event(completion.chunk({"content": piece}))
                     result = await run.result()
             except Exception as error:
-                question.fail(error)
-                await send_event(error_body(error, engines)[1])
+                await send_event(question.fail(error)[1])
                 return
             question.finish(result)
             for body in completion.last_chunks(result, has_usage=question.chat.includes_usage):
@@ -334,8 +324,8 @@ async def sending_events(
 ) -> AsyncGenerator[Callable[[Mapping[str, Any]], Awaitable[None]]]:
     """Send the head of an answer, yield a function that sends an event with JSON, and end it.
 
-    Proxies and clients end connections on which nothing comes for a while. So a comment is sent
-    while there is no event for ``heartbeat_seconds``.
+    Proxies and clients end silent connections. Therefore a comment is sent when there was no event
+    for ``heartbeat_seconds``.
     """
     last_sent = -math.inf
 

@@ -1,4 +1,4 @@
-"""Read the bodies of chat completions (``ChatQuestion``), and make those of their answers; pure.
+"""Read the bodies of chat completions (``ChatQuestion``), and make the bodies of answers; pure.
 
 Nothing in a request is ignored: every field is used, passed on to the agent that writes the answer,
 or refused with a sentence that says why.
@@ -23,11 +23,10 @@ from flashmoa.moa.prompts import Messages
 from flashmoa.moa.results import AgentAnswer, MixtureFailed, Result
 from flashmoa.moa.settings import Sampling, suggest
 
-# Fields for an account of OpenAI's. They change no answer; the engine may use them.
+# Fields for an OpenAI account. They change no answer; the engine may use them.
 _ACCOUNT_FIELDS = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 _NO_TOOLS = "agents pass on texts, not calls of tools; leave it out"
-# Fields that no answer here can follow: the values that ask for nothing, and why others are
-# refused.
+# Fields that no answer can follow: the values that ask for nothing, and why others are refused.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a question gets one answer; send it again for another"),
     "best_of": ((1,), "a question gets one answer"),
@@ -147,8 +146,8 @@ def parse_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in a request. Raises: ChatRequestRefused if there is none."""
     try:
         body: object = json.loads(content, parse_constant=_refuse_constant)
-        # Half of a surrogate pair, or a number that is too large for a float: JSON can contain
-        # them, and an engine's request cannot.
+        # JSON may contain half a surrogate pair, or a number that is too large for a float; an
+        # engine's request cannot.
         json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -206,10 +205,9 @@ def _read_part(part: Mapping[str, Any], where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Makes the bodies of one answer.
+    """Makes an answer's bodies.
 
     Attributes:
-        model: the name of the model that was asked.
         engines: see :func:`without_urls`.
         identity, created: the same in all chunks of a streamed answer.
     """
@@ -220,7 +218,7 @@ class Completion:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, result: Result) -> dict[str, Any]:
-        """Return a whole answer."""
+        """Return the body of a whole answer."""
         message = {"role": "assistant", "content": result.text, "refusal": None}
         choice = {"message": message, "finish_reason": result.finish_reason or "stop"}
         return {
@@ -261,7 +259,7 @@ def _count(usage: PromptUsage | None) -> dict[str, Any]:
 
 
 def describe_agents(result: Result, engines: Mapping[str, str]) -> dict[str, Any]:
-    """Return what all agents did, and what the question has cost.
+    """Return the records of all agents, and the question's cost.
 
     Args: engines: see :func:`without_urls`.
     """
@@ -277,12 +275,12 @@ def describe_agents(result: Result, engines: Mapping[str, str]) -> dict[str, Any
 
 
 def without_urls(text: str, engines: Mapping[str, str]) -> str:
-    """Return a text with names in place of engines' URLs, which are no business of clients.
+    """Return a text with names in place of engines' URLs, which clients must not see.
 
     Args: engines: the name of each URL.
     """
     for url, name in engines.items():
-        # One URL may be the beginning of another: of another port or host.
+        # One URL may be the beginning of another, with a longer port or host.
         text = re.sub(rf"{re.escape(url)}(?![\w-]|[.:]\w)", lambda _, name=name: name, text)
     return text
 
@@ -317,7 +315,7 @@ def error_body(
     else:
         status = 500
     kind = "invalid_request_error" if status < 500 else "server_error"
-    if status == 429:  # LiteLLM would not try a request again that was invalid.
+    if status == 429:  # LiteLLM does not repeat a request that was invalid.
         kind = "requests"
     message = without_urls(str(error), engines or {}) or type(error).__name__
     return status, {
@@ -326,7 +324,7 @@ def error_body(
 
 
 def _status_of_failure(error: BaseException) -> int:
-    """Return 400 if an engine refused an agent's request for what the client sent, else 502."""
+    """Return 400 if an engine refused the client's input in an agent's request, else 502."""
     causes: Sequence[BaseException | None] = (error.__cause__, error.__context__)
     refusals = [cause for cause in causes if isinstance(cause, RequestRefused)]
     return 400 if any(refusal.blames_request for refusal in refusals) else 502

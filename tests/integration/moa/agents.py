@@ -27,10 +27,6 @@ def agent(engine: EngineClient, seed: int = 0, **sampling: Any) -> Model:
     return Model(engine, sampling={**defaults, **sampling})
 
 
-def first_letter(answer: str) -> str | None:
-    return answer.strip()[:1] or None
-
-
 def faulty(proxied: EngineClient, fault: Fault, **sampling: Any) -> Model:
     """Return an agent at the proxy that loses patience soon, but only with this fault."""
     limits = Limits(first_token_seconds=0.3 if fault == "hang" else 30, stall_seconds=0.3)

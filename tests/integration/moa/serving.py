@@ -35,15 +35,10 @@ layers = [{{models = [{{use = "agent", repeat = 2}}]}}, {{models = ["long"]}}]
 kind = "staircase"
 layers = [{{models = ["agent", "long"]}}, {{models = ["long"]}}]
 
-[systems.votes]
-kind = "debate"
-layers = [{{models = ["agent", "long"]}}]
-debate = {{rounds = 2, ballot = "[a-z]"}}
-
 [systems.judged]
 kind = "debate"
 layers = [{{models = ["agent", "long"]}}, {{models = ["long"]}}]
-debate = {{rounds = 1}}
+debate = {{rounds = 2}}
 
 [systems.failing]                     # Its last aggregator cannot answer.
 layers = [

@@ -11,7 +11,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.link.link import Ahead
 from flashmoa.moa import Debate, DebatePrompt, Model, Result, Steps
 from flashmoa.observe import Event, LinkOpened
-from tests.integration.moa.agents import QUESTION, agent, first_letter
+from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
@@ -20,14 +20,14 @@ PROMPT = DebatePrompt("Others say:", "\n{number}. ", staircase_instruction="You 
 WAYS = pytest.mark.parametrize("steps", [None, Steps(), Steps(order="contiguous")])
 
 
-def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any) -> Debate:
+def debate(pair: tuple[EngineClient, EngineClient], **more: Any) -> Debate:
     small, large = pair
     debaters = [agent(one, seed, max_tokens=24) for seed, one in enumerate((small, large, small))]
-    return Debate(debaters, 3, conclusion, prompt=PROMPT, **more)
+    return Debate(debaters, 3, agent(large, 5, max_tokens=24), prompt=PROMPT, **more)
 
 
 def answers_by_round(result: Result) -> list[list[str]]:
-    """Return the answers of each round, by debater."""
+    """Return the answers of each round, and the aggregator's."""
     return [[answer.text for answer in round_] for round_ in result.layers]
 
 
@@ -43,12 +43,10 @@ async def test_linked_debate_equals_unlinked(
             await engine.flush_cache()
         events.clear()
         more: Any = {"ahead": ahead, "listener": events.append, "staircase": steps}
-        results.append(await debate(pair, first_letter, **more).answer(QUESTION))
+        results.append(await debate(pair, **more).answer(QUESTION))
     unlinked, linked = results
     assert answers_by_round(unlinked) == answers_by_round(linked) and unlinked.text == linked.text
-    assert linked.vote is not None
-    assert linked.text == linked.layers[-1][linked.vote.place].text != ""
-    assert linked.vote.ballots == tuple(first_letter(answer.text) for answer in linked.layers[-1])
+    assert linked.text == linked.final.text != ""
     assert 0 < linked.time_to_first_token < linked.seconds
     for answer in linked.agents:
         assert answer.status == "used" and answer.first_token
@@ -74,13 +72,12 @@ async def test_linked_debate_equals_unlinked(
 async def test_aggregator_concludes_and_streams_its_answer(
     pair: tuple[EngineClient, EngineClient], steps: Steps | None
 ) -> None:
-    concluded = debate(pair, agent(pair[1], 5, max_tokens=24), staircase=steps)
-    async with concluded.answering(QUESTION) as debating:
+    async with debate(pair, staircase=steps).answering(QUESTION) as debating:
         pieces = [piece async for piece in debating]
         result = await debating.result()
     assert len(pieces) > 1 and "".join(pieces) == result.text
     assert result.final.text == result.text and result.final.name == "4.1"
-    assert result.vote is None and len(result.layers) == 4 and result.finish_reason == "length"
+    assert len(result.layers) == 4 and result.finish_reason == "length"
     assert len(result.final.steps) == (0 if steps is None else 2)
 
 
@@ -95,9 +92,10 @@ async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
 
     monkeypatch.setattr(Model, "free_tokens", room)
     small, _ = pair
-    two = Debate([agent(small, 1, max_tokens=40), agent(small, 2)], 3, first_letter, prompt=PROMPT)
+    debaters = [agent(small, 1, max_tokens=40), agent(small, 2)]
+    two = Debate(debaters, 3, agent(small, 3), prompt=PROMPT)
     result = await two.answer(QUESTION)
-    # A prompt has two rounds, so that each may take half of the room.
-    assert set(answer_counts) == {4}
+    # A debater's prompt has two rounds, so that each may take half of the room.
+    assert set(answer_counts) == {2, 4}
     cut = [[answer.cut_tokens for answer in round_] for round_ in result.layers]
-    assert cut == [[40 - 18, 0], [40 - 18, 0], [0, 0]]
+    assert cut == [[40 - 18, 0], [40 - 18, 0], [0, 0], [0]]

@@ -29,7 +29,6 @@ from tests.integration.moa.agents import (
     agent,
     check_agent,
     faulty,
-    first_letter,
 )
 from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, slow_except, wait_until_idle
@@ -37,7 +36,7 @@ from tests.integration.support import slow, slow_except, wait_until_idle
 pytestmark = pytest.mark.anyio
 
 PROMPT = AggregationPrompt("question-first", "Weigh these answers:")
-# Makes the system of first agents and one that answers, or of voters.
+# Makes the system of first agents and one that answers.
 Make = Callable[..., Any]
 KINDS: dict[str, Make] = {
     "mixture": lambda first, last, **more: MixtureOfAgents([first, [last]], prompt=PROMPT, **more),
@@ -46,18 +45,13 @@ KINDS: dict[str, Make] = {
     "debate staircase": lambda first, last, **more: Debate(
         first, 2, last, staircase=Steps(), **more
     ),
-    "vote": lambda first, _, **more: Debate(first, 2, first_letter, **more),
-    "vote staircase": lambda first, _, **more: Debate(
-        first, 2, first_letter, staircase=Steps(), **more
-    ),
 }
 ALL_KINDS = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
 def cells(*fast: tuple[str, Fault], more: tuple[str, ...] = ()) -> list[Any]:
-    """Return every fault of every kind with an aggregator, and of more; all but some are slow."""
-    kinds = [kind for kind in KINDS if "vote" not in kind]
-    every = [(kind, fault) for kind in (*kinds, *more) for fault in FAULTS]
+    """Return every fault of every kind, and of more; all but some are slow."""
+    every = [(kind, fault) for kind in (*KINDS, *more) for fault in FAULTS]
     return [cell if cell in fast else slow(*cell) for cell in every]
 
 
@@ -162,16 +156,13 @@ async def test_an_agent_that_is_refused_is_left_out(
     result = await make([agent(small, 1), refused], agent(large)).answer(QUESTION)
     assert [one.status for one in result.layers[0]] == ["used", "failed"]
     assert result.layers[0][1].problem and result.text
-    if result.vote is not None:
-        assert result.vote.ballots[1] is None and result.layers[1][1].problem
     with pytest.raises(MixtureFailed, match="no agent answered"):
         await make([refused, refused], agent(large)).answer(QUESTION)
-    if result.vote is None:
-        async with EngineClient("http://127.0.0.1:9") as nowhere:
-            strict = Fallback(best_answer=False)
-            failing = make([agent(small, 1)] * 2, Model(nowhere), fallback=strict)
-            with pytest.raises(MixtureFailed, match="the last aggregator failed"):
-                await failing.answer(QUESTION)
+    async with EngineClient("http://127.0.0.1:9") as nowhere:
+        strict = Fallback(best_answer=False)
+        failing = make([agent(small, 1)] * 2, Model(nowhere), fallback=strict)
+        with pytest.raises(MixtureFailed, match="the last aggregator failed"):
+            await failing.answer(QUESTION)
     for engine in pair:
         await wait_until_idle(engine)
 
@@ -264,18 +255,3 @@ async def test_answer_ends_where_its_time_is_over(
     [record] = result.layers[0]
     assert record.status == "used" and record.finish_reason == "length" and record.text
     await wait_until_idle(small)
-
-
-async def test_vote_goes_back_to_the_last_round_with_answers(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    small, _ = pair
-    # The second round's prompts are too long for these debaters.
-    context = await Model(small).context_length()
-    assert context is not None
-    debaters = [agent(small, seed, max_tokens=context - 60) for seed in (1, 2)]
-    debaters = [replace(model, limits=Limits(answer_seconds=1.0), role="") for model in debaters]
-    result = await Debate(debaters, 2, first_letter).answer("Why?")
-    assert result.vote is not None and result.text
-    assert [one.status for one in result.layers[1]] == ["failed"] * 2
-    assert result.substitution is not None and result.substitution.agent == "1.1"

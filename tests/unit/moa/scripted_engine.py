@@ -10,6 +10,7 @@ import anyio
 from anyio.abc import SocketStream
 
 from flashmoa.engine import EngineClient, EngineSettings
+from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model
 from tests.unit.engine.faulty_engine import (
     BROKEN,
     chunk,
@@ -20,7 +21,9 @@ from tests.unit.engine.faulty_engine import (
     start_events,
 )
 
-# What a model writes: pieces of text, ("thought", text) for what a parser on the engine has
+NOWHERE = "http://127.0.0.1:9"
+PROMPT = AggregationPrompt("question-first", "Weigh:")
+# What a model writes: pieces of text, ("thought", text) for thought that the engine's parser has
 # separated, and ("end", how) if it does not end as it should: "cut" or "hang", "abort", or "no
 # usage" after its finish reason.
 Script = Sequence[str | tuple[str, str]]
@@ -95,3 +98,11 @@ async def scripted_engine(
         EngineClient(engine.url, engine_settings=EngineSettings(without_plugin="off")) as client,
     ):
         yield engine, client
+
+
+def mix(
+    client: EngineClient, first: Sequence[str | Model], last: str | Model, **more: Any
+) -> MixtureOfAgents:
+    """Make a mixture of proposers and an aggregator, some given by the name of their script."""
+    models = [one if isinstance(one, Model) else Model(client, one) for one in (*first, last)]
+    return MixtureOfAgents([models[:-1], models[-1:]], prompt=PROMPT, **more)

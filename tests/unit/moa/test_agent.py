@@ -1,4 +1,4 @@
-"""What agents think, cost and repeat, with engines that write what they are told."""
+"""Thought, costs and repetitions of agents, with engines that follow scripts."""
 
 from __future__ import annotations
 
@@ -9,27 +9,16 @@ import anyio
 import pytest
 
 from flashmoa.engine import EngineClient, EngineSettings
-from flashmoa.moa import (
-    AggregationPrompt,
-    Budget,
-    Debate,
-    EarlyExit,
-    Limits,
-    MixtureOfAgents,
-    Model,
-    Staircase,
-)
+from flashmoa.moa import Debate, EarlyExit, Limits, Model, Staircase
 from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
-from tests.unit.moa.scripted_engine import Script, scripted_engine
+from tests.unit.moa.scripted_engine import NOWHERE, PROMPT, Script, mix, scripted_engine
 from tests.unit.moa.test_early_exit import embedding
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = AggregationPrompt("question-first", "Weigh:")
-PARSED: Script = [("thought", "Hm, "), ("thought", "17."), "It is ", "18."]
 SCRIPTS: dict[str, Script] = {
-    "parsed": PARSED,
+    "parsed": [("thought", "Hm, "), ("thought", "17."), "It is ", "18."],
     "plain": ["It is ", "18."],
     "cut": ["It ", ("end", "cut")],
     "hung": ["It ", ("end", "hang")],
@@ -40,11 +29,10 @@ SCRIPTS: dict[str, Script] = {
 async def test_no_agent_reads_another_ones_thought() -> None:
     async with scripted_engine(SCRIPTS) as (engine, client):
         model = Model(client, "parsed")
-        mixture = MixtureOfAgents([[model, model], [model]], prompt=PROMPT)
-        async with mixture.answering("What is 9 + 9?") as run:
+        async with mix(client, [model, model], model).answering("What is 9 + 9?") as run:
             pieces = [piece async for piece in run]
             result = await run.result()
-        debate = await Debate([model, model], 2, lambda text: text).answer("What is 9 + 9?")
+        debate = await Debate([model, model], 2, model).answer("What is 9 + 9?")
         staircase = await Staircase([model, model], model, prompt=PROMPT).answer("What is 9 + 9?")
     assert "".join(pieces) == result.text == debate.text == staircase.text == "It is 18."
     for record in (*result.agents, *debate.agents, *staircase.agents):
@@ -56,70 +44,41 @@ async def test_no_agent_reads_another_ones_thought() -> None:
 
 async def test_agent_that_only_thinks_has_not_answered() -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
-        layers = [[Model(client, "mute"), Model(client, "plain")], [Model(client, "mute")]]
-        result = await MixtureOfAgents(layers, prompt=PROMPT).answer("?")
+        result = await mix(client, ["mute", "plain"], "mute").answer("?")
     first, second = result.layers[0]
     assert (first.status, first.problem, first.thought) == ("failed", "it answered nothing", "Hm.")
     assert second.status == "used" and result.text == "It is 18."
     assert result.substitution is not None and result.substitution.kind == "answer"
 
 
-class RecordingEmbedder:
-    """An embedder that records the texts."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    async def embed(self, text: str) -> Embedding:
-        self.texts.append(text)
-        return embedding(1, 3)
-
-
 async def test_early_exit_compares_answers_without_thought() -> None:
-    embedder = RecordingEmbedder()
+    texts: list[str] = []
+
+    class RecordingEmbedder:
+        async def embed(self, text: str) -> Embedding:
+            texts.append(text)
+            return embedding(1, 3)
+
+    policy = EarlyExit(RecordingEmbedder(), tau=1.0, rule="threshold", threshold=0.1)
     async with scripted_engine(SCRIPTS) as (_, client):
-        proposers = [Model(client, name) for name in ("parsed", "parsed", "hung")]
-        policy = EarlyExit(embedder, tau=1.0, rule="threshold", threshold=0.1)
-        mixture = MixtureOfAgents(
-            [proposers, [Model(client, "plain")]], prompt=PROMPT, early_exit=policy
-        )
+        mixture = mix(client, ["parsed", "parsed", "hung"], "plain", early_exit=policy)
         with anyio.fail_after(20):
             result = await mixture.answer("?")
-    assert embedder.texts == ["It is 18."] * 2
+    assert texts == ["It is 18."] * 2
     assert result.decisions[-1].left and result.deciding > 0
     # The thought's tokens are less likely than the answer's.
-    assert [record.confidence for record in result.layers[0][:2]] == pytest.approx(
-        [math.exp(-1)] * 2
-    )
-
-
-async def test_staircase_asks_a_thinking_aggregator_until_it_answers() -> None:
-    thought: Script = [("thought", "a ")] * 20
-    scripts: dict[str, Script] = {
-        "long": [*thought, *(f"w{n} " for n in range(12))],
-        "short": ["one "] * 20,
-    }
-    async with scripted_engine(scripts) as (engine, client):
-        stairs = Staircase([Model(client, "short")], Model(client, "long"), prompt=PROMPT)
-        result = await stairs.answer("?")
-    asked = [body.get("max_tokens") for body in engine.bodies if body["model"] == "long"]
-    # Its first part has 8 tokens, all of them thought.
-    assert asked[:2] == [8, None]
-    assert result.text.startswith("w0 w1 w2 w3 w4 w5 w6 w7 ")
-    assert "a a" not in result.text
+    confidences = [record.confidence for record in result.layers[0][:2]]
+    assert confidences == pytest.approx([math.exp(-1)] * 2)
 
 
 async def test_broken_answer_is_continued_by_another_engine() -> None:
-    rest: dict[str, Script] = {"m": ["is ", "18."]}
     events: list[Event] = []
     async with (
         scripted_engine({"m": SCRIPTS["cut"], "plain": SCRIPTS["plain"]}) as (_, broken),
-        scripted_engine(rest) as (other, backup),
+        scripted_engine({"m": ["is ", "18."]}) as (other, backup),
     ):
         last = Model(broken, "m", {"max_tokens": 9}, backups=[backup])
-        layers = [[Model(broken, "plain")], [last]]
-        mixture = MixtureOfAgents(layers, prompt=PROMPT, listener=events.append)
-        async with mixture.answering("?") as run:
+        async with mix(broken, ["plain"], last, listener=events.append).answering("?") as run:
             pieces = [piece async for piece in run]
             result = await run.result()
     assert "".join(pieces) == result.text == "It is 18."
@@ -134,26 +93,23 @@ async def test_broken_answer_is_continued_by_another_engine() -> None:
 
 
 async def test_request_that_is_wrong_is_not_repeated() -> None:
+    limits = Limits(attempts=3)
     async with scripted_engine(SCRIPTS) as (engine, client):
-        wrong = Model(client, "plain", {"temperature": -1}, limits=Limits(attempts=3))
-        broken = Model(client, "cut", limits=Limits(attempts=3))
-        plain = Model(client, "plain")
-        mixture = MixtureOfAgents([[wrong, broken, plain], [plain]], prompt=PROMPT)
-        result = await mixture.answer("?")
+        wrong = Model(client, "plain", {"temperature": -1}, limits=limits)
+        broken = Model(client, "cut", limits=limits)
+        result = await mix(client, [wrong, broken, "plain"], "plain").answer("?")
     assert [len(record.retries) for record in result.layers[0]] == [0, 2, 0]
     assert "too cold" in result.layers[0][0].problem
     assert [body["model"] for body in engine.bodies].count("cut") == 3
 
 
 async def test_request_that_no_engine_computed_costs_nothing() -> None:
+    settings = EngineSettings(without_plugin="off")
     async with (
-        EngineClient(
-            "http://127.0.0.1:9", engine_settings=EngineSettings(without_plugin="off")
-        ) as nowhere,
+        EngineClient(NOWHERE, engine_settings=settings) as nowhere,
         scripted_engine(SCRIPTS) as (_, client),
     ):
-        proposers = [Model(nowhere), Model(client, "down"), Model(client, "plain")]
-        mixture = MixtureOfAgents([proposers, [Model(client, "plain")]], prompt=PROMPT)
+        mixture = mix(client, [Model(nowhere), "down", "plain"], "plain")
         result = await mixture.answer("word " * 1000)
     used = [record.usage for record in result.agents if record.status == "used"]
     assert len(used) == 2
@@ -162,67 +118,23 @@ async def test_request_that_no_engine_computed_costs_nothing() -> None:
 
 async def test_spending_adds_up_all_agents() -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
-        plain, thinker = Model(client, "plain"), Model(client, "parsed")
-        mixture = MixtureOfAgents([[plain] * 2, [thinker]], prompt=PROMPT, budget=Budget(1000))
-        result = await mixture.answer("What is 9 + 9?")
+        result = await mix(client, ["plain", "plain"], "parsed").answer("What is 9 + 9?")
     usages = [record.usage for record in result.agents if record.usage is not None]
     prompt = sum(usage.prompt_tokens for usage in usages)
     spent = result.spending
     assert (spent.prompt_tokens, spent.completion_tokens) == (prompt, 2 + 2 + 4)
-    assert spent.tokens_left == 1000 - spent.tokens
+    assert spent.tokens == prompt + 8
 
 
-@pytest.mark.parametrize(
-    ("budget", "kind", "asked"),
-    [
-        # Two proposals of 5 + 2 tokens. Then nothing is left.
-        (Budget(14), "answer", 2),
-        # The last aggregator may still read the proposals.
-        (Budget(15, reserve=2), "aggregator", 3),
-        (Budget(1000), None, 4),
-    ],
-)
-async def test_no_agent_is_asked_once_the_budget_is_spent(
-    budget: Budget, kind: str | None, asked: int
-) -> None:
-    async with scripted_engine(SCRIPTS) as (engine, client):
-        model = Model(client, "plain")
-        layers = [[model, model], [model], [model]]
-        mixture = MixtureOfAgents(layers, prompt=PROMPT, budget=budget)
-        result = await mixture.answer("What is 9 + 9?")
-    assert len(engine.bodies) == asked and result.text == "It is 18."
-    found = result.substitution
-    assert (found.kind if found is not None else None) == kind
-    if kind is not None:
-        assert "the budget of" in result.layers[1][0].problem
-    if kind == "answer":
-        assert result.spending.tokens_left == 0
-
-
-async def test_budget_counts_agents_that_still_write() -> None:
-    scripts: dict[str, Script] = {**SCRIPTS, "long": [*["x "] * 40, ("end", "hang")]}
-    async with scripted_engine(scripts) as (engine, client):
-        endless = Model(client, "long", limits=Limits(stall_seconds=0.2))
-        mixture = MixtureOfAgents(
-            [[endless, Model(client, "plain")], [Model(client, "plain")]],
-            prompt=PROMPT,
-            budget=Budget(40),
-        )
-        result = await mixture.answer("What is 9 + 9?")
-    assert len(engine.bodies) == 2 and result.spending.tokens_left == 0
-    assert result.substitution is not None and result.substitution.agent == "1.2"
-
-
-async def test_engine_that_did_not_answer_is_asked_last_for_a_while() -> None:
+async def test_silent_engine_is_asked_last_for_a_while() -> None:
     scripts: dict[str, Script] = {"plain": [("end", "hang")]}
     async with scripted_engine(scripts) as (first, client), scripted_engine(SCRIPTS) as (_, other):
         limits = Limits(first_token_seconds=1.0)
         model = Model(client, "plain", backups=[other], limits=limits)
-        mixture = MixtureOfAgents([[model, model], [model]], prompt=PROMPT)
 
         async def ask() -> list[str]:
             """Return the engines that wrote the answers."""
-            result = await mixture.answer("?")
+            result = await mix(client, [model, model], model).answer("?")
             assert result.text == "It is 18."
             return [record.engine for record in result.agents]
 

@@ -10,23 +10,20 @@ from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.errors import RequestRefused
 from flashmoa.moa import (
     AgentAnswer,
-    AggregationPrompt,
     Debate,
     Fallback,
     Limits,
     MixtureFailed,
-    MixtureOfAgents,
     Model,
     Result,
     Staircase,
     Steps,
 )
 from flashmoa.moa.serve.chat_completions import error_body
-from tests.unit.moa.scripted_engine import Script, scripted_engine
+from tests.unit.moa.scripted_engine import Script, mix, scripted_engine
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = AggregationPrompt("question-first", "Weigh:")
 SCRIPTS: dict[str, Script] = {
     "whole": ["It is ", "18."],
     "rest": ["is ", "18."],
@@ -48,26 +45,27 @@ async def ask(first: str, backup: str, **more: Any) -> Result:
         scripted_engine({"m": SCRIPTS[backup]}) as (_, other),
     ):
         last = Model(client, "m", backups=[other], **more)
-        return await MixtureOfAgents([[Model(client, "whole")], [last]], prompt=PROMPT).answer("?")
+        return await mix(client, ["whole"], last).answer("?")
 
 
-async def test_an_engine_that_writes_nothing_in_the_answers_time_has_a_backup() -> None:
-    limits = Limits(first_token_seconds=30, answer_seconds=0.3)
-    result = await ask("hung", "whole", limits=limits)
-    assert result.text == "It is 18." and result.substitution is None
-    [problem] = result.final.retries
-    assert "no token came within 0.3 s" in problem
-
-
-async def test_an_aborted_answer_is_continued_by_another_engine() -> None:
-    result = await ask("aborted", "rest")
-    assert result.text == "It is 18." and "aborted its answer" in result.final.retries[0]
-
-
-async def test_an_answer_with_a_finish_reason_is_complete_without_its_usage() -> None:
-    result = await ask("without usage", "rest")
-    assert result.text == "It is 18." and not result.final.retries
-    assert result.final.finish_reason == "stop"
+@pytest.mark.parametrize(
+    ("first", "backup", "more", "problems"),
+    [
+        ("hung", "whole", {"limits": Limits(30, answer_seconds=0.3)}, ["came within 0.3 s"]),
+        ("aborted", "rest", {}, ["aborted its answer"]),
+        # An answer with a finish reason is complete.
+        ("without usage", "rest", {}, []),
+        ("cut", "rest", {"sampling": {"response_format": {"type": "text"}}}, ["cannot be reached"]),
+    ],
+)
+async def test_a_backup_continues_a_broken_answer(
+    first: str, backup: str, more: dict[str, Any], problems: list[str]
+) -> None:
+    result = await ask(first, backup, **more)
+    assert (result.text, result.finish_reason) == ("It is 18.", "stop")
+    assert result.substitution is None
+    for problem, retry in zip(problems, result.final.retries, strict=True):
+        assert problem in retry
 
 
 @pytest.mark.parametrize(
@@ -76,8 +74,6 @@ async def test_an_answer_with_a_finish_reason_is_complete_without_its_usage() ->
 async def test_an_answer_with_a_grammar_is_not_continued(form: dict[str, Any]) -> None:
     result = await ask("cut", "rest", sampling=form)
     assert not result.final.retries and result.substitution is not None
-    plain = await ask("cut", "rest", sampling={"response_format": {"type": "text"}})
-    assert plain.text == "It is 18." and plain.substitution is None
 
 
 def test_an_answers_length_is_without_its_thought() -> None:
@@ -95,15 +91,13 @@ REFUSED = {"temperature": -1}
 
 
 def system(kind: str, proposer: Model, last: Model, **more: Any) -> Any:
-    """Make a mixture, staircase or debate with an aggregator, whose other agents are alike."""
+    """Make a mixture, staircase or debate whose other agents are alike."""
     if kind == "staircase":
         return Staircase([proposer], last, **more)
-    if "vote" in kind:
-        steps = Steps() if kind == "staircase vote" else None
-        return Debate([proposer] * 2, 2, lambda answer: answer[:1], staircase=steps)
-    if kind == "debate":
-        return Debate([proposer] * 2, 2, last, **more)
-    return MixtureOfAgents([[proposer], [last]], prompt=PROMPT, **more)
+    if "debate" in kind:
+        steps = Steps() if kind == "debate staircase" else None
+        return Debate([proposer] * 2, 2, last, staircase=steps, **more)
+    return mix(proposer.engine, [proposer], last, **more)
 
 
 KINDS = pytest.mark.parametrize("kind", ["mixture", "staircase", "debate"])
@@ -135,7 +129,7 @@ TAKES_2, TAKES_4 = {"max_tokens": 2}, {"max_tokens": 4}
         ("long", "down", {}, {"max_completion_tokens": 2}, 502),
     ],
 )
-async def test_a_client_gets_the_best_answer_of_the_form_that_it_asks_for(
+async def test_a_client_gets_the_best_answer_of_its_form(
     kind: str, first: str, last: str, own: Any, given: Any, outcome: int | str | None
 ) -> None:
     """Outcomes are a status, the kind of the substitution, or no substitution."""
@@ -179,17 +173,8 @@ def _refused(client: EngineClient) -> Model:
     return Model(client, "whole", REFUSED)
 
 
-@pytest.mark.parametrize("kind", ["vote", "staircase vote"])
-async def test_no_earlier_round_is_voted_on_that_is_longer_than_the_client_asks(kind: str) -> None:
-    scripts = {**SCRIPTS, "later blank": [" ", "It is 18."]}
-    async with scripted_engine(scripts) as (_, client):
-        model = Model(client, "later blank")
-        with pytest.raises(MixtureFailed, match="no agent answered"):
-            await system(kind, model, model).answer("?", {"max_tokens": 1})
-
-
-@pytest.mark.parametrize("kind", ["mixture", "staircase", "debate", "vote", "staircase vote"])
-async def test_a_question_that_all_engines_refuse_is_the_clients_mistake(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["mixture", "staircase", "debate", "debate staircase"])
+async def test_a_question_that_all_refuse_is_a_mistake(kind: str) -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
         asked = system(kind, _refused(client), Model(client, "rest"))
         with pytest.raises(MixtureFailed) as failure:
@@ -198,9 +183,8 @@ async def test_a_question_that_all_engines_refuse_is_the_clients_mistake(kind: s
         assert error_body(failure.value)[0] == 400
 
 
-async def test_a_question_that_only_some_engines_refuse_is_not() -> None:
+async def test_a_question_that_some_refuse_is_not() -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
-        layers = [[_refused(client), Model(client, "empty")], [Model(client, "rest")]]
         with pytest.raises(MixtureFailed) as failure:
-            await MixtureOfAgents(layers, prompt=PROMPT).answer("?")
+            await mix(client, [_refused(client), "empty"], "rest").answer("?")
         assert error_body(failure.value)[0] == 502

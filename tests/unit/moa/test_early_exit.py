@@ -90,13 +90,13 @@ def test_single_answer_scores_only_with_the_diagonal() -> None:
     assert compute_quality([0.0, 0.0], [[], [1.0]], tau=0.7, diagonal=False).score == 0
 
 
-def test_confidence_is_the_geometric_mean_of_probabilities() -> None:
+def test_confidence_is_the_geometric_mean() -> None:
     assert confidence([math.log(0.5), math.log(0.125)]) == pytest.approx(0.25)
     assert confidence([]) == 0
 
 
 class LengthEmbedder:
-    """An embedder to which all texts of one length are the same."""
+    """An embedder that only knows the length of a text."""
 
     async def embed(self, text: str) -> Embedding:
         return embedding(len(text), 5)
@@ -104,7 +104,7 @@ class LengthEmbedder:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("rule", ["sample", "threshold"])
-async def test_early_exit_when_answers_are_confident_and_agree(rule: str) -> None:
+async def test_exit_when_answers_are_confident_and_agree(rule: str) -> None:
     policy = EarlyExit(LengthEmbedder(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]
 
     async def run(texts: list[str], logprob: float) -> list[bool]:
@@ -124,6 +124,6 @@ def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
         EarlyExit(LengthEmbedder(), **wrong)
 
 
-def test_as_published_counts_the_diagonal_and_leaves_with_one_answer() -> None:
+def test_as_published_leaves_with_one_answer() -> None:
     published = EarlyExit.as_published(LengthEmbedder())
     assert published.diagonal and published.min_answers == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from itertools import islice
 
 import pytest
@@ -22,7 +23,7 @@ TALK = [
 ]
 
 
-def test_answers_first_puts_answers_into_the_system_message() -> None:
+def test_answers_first_is_the_system_message() -> None:
     prompt = AggregationPrompt(instruction="Weigh:", heading=" [{number}] ")
     slots = [f"{prompt.title(number)}{text}" for number, text in ((1, "two"), (2, "{three}"))]
     first, *rest = prompt.messages(TALK, slots)
@@ -46,7 +47,7 @@ def test_question_must_end_with_a_user_message(question: list[dict[str, str]]) -
 
 
 @given(st.lists(st.integers(0, 50), max_size=9), st.integers(-5, 300))
-def test_fair_shares_cut_only_the_longest_to_one_length(lengths: list[int], room: int) -> None:
+def test_fair_shares_cut_the_longest_to_one_length(lengths: list[int], room: int) -> None:
     shares = fair_shares(lengths, room)
     assert sum(shares) <= max(0, room)
     assert all(0 <= share <= length for share, length in zip(shares, lengths, strict=True))
@@ -56,8 +57,10 @@ def test_fair_shares_cut_only_the_longest_to_one_length(lengths: list[int], room
         assert max(shares) - min(cut) <= 1 and sum(shares) == max(0, room)
 
 
-def chunked(flow: Workflow, answer: Text) -> ChunkedText:
-    return ChunkedText(flow, answer, "1. ", Steps(first=1))
+@pytest.fixture
+async def flow() -> AsyncGenerator[Workflow]:
+    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
+        yield flow
 
 
 def test_chunks_grow_up_to_the_largest_chunk() -> None:
@@ -68,52 +71,49 @@ def test_chunks_grow_up_to_the_largest_chunk() -> None:
 
 
 @pytest.mark.anyio
-async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
+@pytest.mark.parametrize("size", [1, 7, 150])
+async def test_chunks_do_not_depend_on_the_pieces(flow: Workflow, size: int) -> None:
     whole = "".join(chr(97 + n % 26) for n in range(150))
-    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
-        for size in (1, 7, 150):
-            answer = Text("p")
-            for begin in range(0, len(whole), size):
-                answer.write(whole[begin : begin + size])
-            answer.close()
-            proposal = ChunkedText(flow, answer, "1. ", Steps())
-            await proposal.cut()
-            chunks = [await proposal.chunk(number) for number in range(4)]
-            assert [len(chunk.removeprefix("1. ")) for chunk in chunks] == [32, 64, 54, 0]
-            assert "".join(chunk.removeprefix("1. ") for chunk in chunks) == whole
-            assert proposal.ends_before(3) and not proposal.ends_before(2)
+    answer = Text("p")
+    for begin in range(0, len(whole), size):
+        answer.write(whole[begin : begin + size])
+    answer.close()
+    proposal = ChunkedText(flow, answer, "1. ", Steps())
+    await proposal.cut()
+    chunks = [(await proposal.chunk(number)).removeprefix("1. ") for number in range(4)]
+    assert [len(chunk) for chunk in chunks] == [32, 64, 54, 0]
+    assert "".join(chunks) == whole
+    assert proposal.ends_before(3) and not proposal.ends_before(2)
 
 
 @pytest.mark.anyio
-async def test_stalled_answer_has_the_chunks_written_so_far() -> None:
-    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
-        answer = Text("slow")
-        answer.write("abcdef")
-        answer.fail(EngineTimeout("it stalled: nothing came for 0.01 s"))
-        proposal = chunked(flow, answer)
-        await proposal.cut()
-        assert [await proposal.chunk(number) for number in range(3)] == ["1. abcd", "1. ef", ""]
-        assert "nothing came for 0.01 s" in proposal.problem and not proposal.failed
-        assert answer.is_over and not answer.is_complete
+@pytest.mark.parametrize(
+    ("text", "error", "chunks", "problem"),
+    [
+        # A stalled answer has the chunks written so far.
+        ("abcdef", EngineTimeout("nothing came for 0.01 s"), ["1. abcd", "1. ef", ""], "nothing"),
+        ("", None, [""], "it answered nothing"),
+        ("", ValueError("no such model"), [""], "no such model"),
+    ],
+)
+async def test_an_answer_that_is_not_whole_has_a_problem(
+    flow: Workflow, text: str, error: Exception | None, chunks: list[str], problem: str
+) -> None:
+    answer = Text("p")
+    if text:
+        answer.write(text)
+    answer.close() if error is None else answer.fail(error)
+    proposal = ChunkedText(flow, answer, "1. ", Steps(first=1))
+    await proposal.cut()
+    assert [await proposal.chunk(number) for number in range(len(chunks))] == chunks
+    assert problem in proposal.problem
+    assert proposal.failed == proposal.ends_before(0) == (not text)
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("error", [None, ValueError("no such model")])
-async def test_answer_without_text_has_failed_with_a_reason(error: ValueError | None) -> None:
-    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
-        answer = Text("mute")
-        answer.close() if error is None else answer.fail(error)
-        proposal = chunked(flow, answer)
-        await proposal.cut()
-        assert proposal.failed and proposal.ends_before(0) and await proposal.chunk(0) == ""
-        assert proposal.problem == ("it answered nothing" if error is None else "no such model")
-
-
-@pytest.mark.anyio
-async def test_prompt_refuses_two_versions_of_one_answer() -> None:
-    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
-        answer = Text("writer")
-        one, other = flow.version(answer), flow.version(answer)
-        assert one.name == other.name == "writer"
-        with pytest.raises(ValueError, match="two versions of one answer: writer, writer"):
-            flow.ask([{"role": "user", "content": f"{one}{other}"}], name="reader")
+async def test_prompt_refuses_two_versions_of_one_answer(flow: Workflow) -> None:
+    answer = Text("writer")
+    one, other = flow.version(answer), flow.version(answer)
+    assert one.name == other.name == "writer"
+    with pytest.raises(ValueError, match="two versions of one answer: writer, writer"):
+        flow.ask([{"role": "user", "content": f"{one}{other}"}], name="reader")

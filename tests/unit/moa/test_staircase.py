@@ -1,4 +1,4 @@
-"""The requests of staircases, with engines that write what they are told."""
+"""The requests of staircases, with engines that follow scripts."""
 
 from __future__ import annotations
 
@@ -21,41 +21,37 @@ pytestmark = pytest.mark.anyio
 
 
 class RecordedRequests:
-    """Counts announced requests that are neither sent nor released."""
+    """Records announced requests, and how often each was sent or released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.over: Counter[int] = Counter()
         self.announced: list[PendingRequest] = []
-        for name in ("claim", "release"):
-            monkeypatch.setattr(
-                PendingRequest, name, self._recording(getattr(PendingRequest, name))
-            )
         announce = Workflow.expect
 
         def record(*arguments: Any, **more: Any) -> PendingRequest:
             self.announced.append(announce(*arguments, **more))
             return self.announced[-1]
 
+        def recording(method: Any) -> Any:
+            def record(pending: PendingRequest) -> Any:
+                self.over[id(pending)] += 1
+                return method(pending)
+
+            return record
+
         monkeypatch.setattr(Workflow, "expect", record)
+        for name in ("claim", "release"):
+            monkeypatch.setattr(PendingRequest, name, recording(getattr(PendingRequest, name)))
 
-    def _recording(self, method: Any) -> Any:
-        def record(pending: PendingRequest) -> Any:
-            self.over[id(pending)] += 1
-            return method(pending)
 
-        return record
-
-    @property
-    def left(self) -> int:
-        return sum(not self.over[id(pending)] for pending in self.announced)
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> RecordedRequests:
+    return RecordedRequests(monkeypatch)
 
 
 @pytest.mark.parametrize("ending", ["out of tokens", "failure", "stop"])
-async def test_round_that_is_not_begun_is_released(
-    monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+async def test_round_that_is_not_begun_is_released(requests: RecordedRequests, ending: str) -> None:
     """A part has 8 tokens, and the next round is announced with the first of them."""
-    requests = RecordedRequests(monkeypatch)
     sampling = {"out of tokens": {"max_tokens": 8}, "stop": {"stop": "w7"}}.get(ending, {})
     last = [f"w{number} " for number in range(8 if ending != "failure" else 3)]
     scripts: dict[str, Any] = {"first": ["one "] * 60, "last": [*last, ("end", "cut")]}
@@ -64,33 +60,30 @@ async def test_round_that_is_not_begun_is_released(
         async with Staircase([Model(client, "first")], model).answering("Count.") as run:
             await run.result()
             # Before the whole question ends, which releases everything.
-            assert requests.announced and not requests.left
+            assert requests.announced
+            assert all(requests.over[id(pending)] for pending in requests.announced)
 
 
-async def test_white_space_after_thought_leaves_the_next_round_its_stream(
-    monkeypatch: pytest.MonkeyPatch,
+# The first part has 8 tokens. It is all thought, or thought and a line break.
+@pytest.mark.parametrize("begin", [[("thought", "a ")] * 20, [*[("thought", "a ")] * 7, "\n"]])
+async def test_a_thinking_agent_is_asked_until_it_answers(
+    requests: RecordedRequests, begin: list[Any]
 ) -> None:
-    """The first part is thought and a line break, and the aggregator is asked again."""
-    names: list[str] = []
-    announce = Workflow.expect
-
-    def record(*arguments: Any, name: str, **more: Any) -> PendingRequest:
-        names.append(name)
-        return announce(*arguments, name=name, **more)
-
-    monkeypatch.setattr(Workflow, "expect", record)
-    last = [*[("thought", "a ")] * 7, "\n", *(f"w{number} " for number in range(12))]
+    last = [*begin, *(f"w{number} " for number in range(12))]
     async with scripted_engine({"first": ["one "] * 20, "last": last}) as (engine, client):
         stairs = Staircase([Model(client, "first")], Model(client, "last"))
         result = await stairs.answer("Count.")
     asked = [body for body in engine.bodies if body["model"] == "last"]
     assert [body.get("max_tokens") for body in asked[:2]] == [8, None]
     assert asked[0]["messages"] == asked[1]["messages"]
-    assert "continue_final_message" not in asked[1] and "w0 w1" in result.text
+    assert "continue_final_message" not in asked[1]
+    assert "w0 w1 w2 w3 w4 w5 w6 w7 " in result.text and "a a" not in result.text
+    # The next round keeps its stream, which a first piece of white space has announced.
+    names = [pending._agent for pending in requests.announced]
     assert len(names) > 1 and len(set(names)) == len(names)
 
 
-async def test_each_round_and_event_has_the_text_that_it_wrote() -> None:
+async def test_each_round_and_event_has_its_own_text() -> None:
     events: list[Event] = []
     # The end of the answer may be the beginning of the stop text.
     last = [*(f"w{number} " for number in range(5)), "E"]
@@ -105,7 +98,7 @@ async def test_each_round_and_event_has_the_text_that_it_wrote() -> None:
 
 
 @pytest.mark.parametrize("is_staircase", [True, False])
-async def test_prompts_are_rendered_with_every_field_that_shapes_them(
+async def test_prompts_are_rendered_with_all_their_fields(
     monkeypatch: pytest.MonkeyPatch, is_staircase: bool
 ) -> None:
     rendered: list[dict[str, Any]] = []
@@ -128,7 +121,7 @@ async def test_prompts_are_rendered_with_every_field_that_shapes_them(
     st.text("ab.", max_size=20),
     st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
 )
-def test_text_ends_before_the_stop_text_that_is_complete_first(text: str, stops: list[str]) -> None:
+def test_text_ends_before_the_first_stop_text(text: str, stops: list[str]) -> None:
     ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
     expected = text
     if ends:
@@ -142,7 +135,7 @@ def test_text_ends_before_the_stop_text_that_is_complete_first(text: str, stops:
     assert kept + stopping.end() == expected and stopping.found == bool(ends)
 
 
-def test_only_text_that_may_be_a_stop_text_is_held_back() -> None:
+def test_only_a_possible_stop_text_is_held_back() -> None:
     stopping = StopFilter(["END", ""])
     assert stopping.add("the E") == "the " and stopping.held == "E"
     assert stopping.add("N") == "" and stopping.add("d") == "ENd"

@@ -24,7 +24,7 @@ def test_clusters_may_differ_in_size() -> None:
     assert Topology.tree(5, 2, 1).layers[1] == ((0, 1, 2), (3, 4))
 
 
-def test_critical_path_follows_the_last_answer_of_each_cluster() -> None:
+def test_critical_path_follows_each_last_answer() -> None:
     tree = Topology.parse("9-3-1")
     last = {(2, (0, 1, 2)): 1, (1, (3, 4, 5)): 5}
     assert critical_path(tree.layers, last.__getitem__) == [(2, (0, 1, 2)), (1, (3, 4, 5))]

@@ -1,4 +1,4 @@
-"""What clients get of engines' answers and errors, with engines that write what they are told."""
+"""Answers and errors that clients get, with engines that follow scripts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from flashmoa.moa.config import read_tables
-from flashmoa.moa.serve.application import application
 from flashmoa.moa.serve.chat_completions import without_urls
-from tests.integration.router.serving import serve
-from tests.unit.moa.scripted_engine import scripted_engine
+from tests.unit.moa.scripted_engine import NOWHERE, scripted_engine
+from tests.unit.moa.serve.served import ask, served
 
 pytestmark = pytest.mark.anyio
 
-NOWHERE = "http://127.0.0.1:9"
 SCRIPTS = {
     "plain": ["It is ", "18."],
     "halves": ["a", "\ud83d", "b"],
@@ -27,22 +24,21 @@ SCRIPTS = {
 
 
 @asynccontextmanager
-async def serving(*layers: list[dict[str, Any]], **more: Any) -> AsyncGenerator[httpx.AsyncClient]:
-    """Serve a mixture; the models of ``layers`` are on the scripted engine by default."""
+async def serving(*layers: list[dict[str, Any]]) -> AsyncGenerator[httpx.AsyncClient]:
+    """Serve a mixture; by default its models are on the scripted engine."""
     async with scripted_engine(SCRIPTS) as (engine, _):
         tables = [{"models": [{"engine": engine.url, **one} for one in layer]} for layer in layers]
-        app = application(read_tables({"name": "moa", "layers": tables, **more}))
-        async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+        async with served({"layers": tables}) as http:
             yield http
 
 
-async def ask(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
-    body = {"model": "moa", "messages": [{"role": "user", "content": "What is 9 + 9?"}], **more}
-    return await http.post("/v1/chat/completions", json=body)
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_half_of_a_surrogate_pair_does_no_harm(*, streams: bool) -> None:
+async def test_half_a_surrogate_pair_does_no_harm(*, streams: bool) -> None:
     """Neither in an answer that an agent reads nor in the last one."""
     async with serving([{"model": "halves"}], [{"model": "halves"}]) as http:
         answer = await ask(http, stream=streams)
@@ -54,13 +50,8 @@ async def test_half_of_a_surrogate_pair_does_no_harm(*, streams: bool) -> None:
     assert [agent["status"] for agent in agents] == ["used", "used"]
 
 
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
 @pytest.mark.parametrize("streams", [False, True])
-async def test_clients_do_not_see_the_urls_of_engines(
+async def test_answers_do_not_show_urls_of_engines(
     caplog: pytest.LogCaptureFixture, *, streams: bool
 ) -> None:
     gone: dict[str, Any] = {"engine": NOWHERE, "model": "gone"}
@@ -78,7 +69,7 @@ async def test_clients_do_not_see_the_urls_of_engines(
     assert NOWHERE in caplog.text
 
 
-async def test_errors_do_not_show_the_urls_of_engines(caplog: pytest.LogCaptureFixture) -> None:
+async def test_errors_do_not_show_urls_of_engines(caplog: pytest.LogCaptureFixture) -> None:
     gone: dict[str, Any] = {"engine": NOWHERE, "model": "gone"}
     async with serving([gone], [gone]) as http:
         answers = [await ask(http), await ask(http, stream=True)]

@@ -9,11 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from flashmoa.moa.config import read_tables
-from flashmoa.moa.serve.application import application
 from flashmoa.moa.settings import Sampling
-from tests.integration.router.serving import serve
 from tests.unit.moa.scripted_engine import ScriptedEngine, scripted_engine
+from tests.unit.moa.serve.served import ask, served
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +19,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixture": {},
     "staircase": {"kind": "staircase"},
     "debate": {"kind": "debate"},
-    "vote": {"kind": "debate", "debate": {"rounds": 2, "ballot": "[0-9]+"}},
     "staircase debate": {"kind": "debate", "staircase": {}},
 }
 IN_PARTS = {"staircase", "staircase debate"}
@@ -62,22 +59,13 @@ NEUTRAL: dict[str, Any] = {
 
 @asynccontextmanager
 async def serving(kind: str) -> AsyncGenerator[tuple[ScriptedEngine, httpx.AsyncClient]]:
-    """Serve two agents and, unless they vote, one that answers."""
-    async with scripted_engine({"first": ["It is ", "18."], "last": ["It is ", "19."]}) as (
-        engine,
-        _,
-    ):
+    """Serve two agents and one that answers."""
+    scripts = {"first": ["It is ", "18."], "last": ["It is ", "19."]}
+    async with scripted_engine(scripts) as (engine, _):
         first = {"models": [{"engine": engine.url, "model": "first", "repeat": 2}]}
         last = {"models": [{"engine": engine.url, "model": "last"}]}
-        layers = [first] if kind == "vote" else [first, last]
-        app = application(read_tables({"name": "moa", "layers": layers, **KINDS[kind]}))
-        async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+        async with served({"layers": [first, last], **KINDS[kind]}) as http:
             yield engine, http
-
-
-async def ask(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": "What is 9 + 9?"}], **more}
-    return await http.post("/v1/chat/completions", json=body)
 
 
 def test_every_parameter_has_a_value_in_these_tests() -> None:
@@ -87,7 +75,7 @@ def test_every_parameter_has_a_value_in_these_tests() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {**OF_ONE_REQUEST, "stop": ["#"]}], ids=["parts", "whole"])
-async def test_parameters_reach_the_agents_that_answer_and_no_others(
+async def test_parameters_reach_only_the_agent_that_answers(
     kind: str, more: dict[str, Any]
 ) -> None:
     given = {**EVERYWHERE, **more}
@@ -95,16 +83,13 @@ async def test_parameters_reach_the_agents_that_answer_and_no_others(
         answer = await ask(http, **given)
     assert answer.status_code == 200, answer.text
     passed = [body for body in engine.bodies if body["model"] == "last"]
-    if kind == "vote":  # The debaters of the last round, who read those of the first.
-        passed = [body for body in engine.bodies if len(body["messages"]) > 1]
-        assert len(passed) == 2
     assert passed and all(given.items() <= body.items() for body in passed)
     others = [body for body in engine.bodies if body not in passed]
     assert others and not any(given.keys() & body.keys() for body in others)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_no_agent_can_follow_is_refused_with_a_sentence(kind: str) -> None:
+async def test_what_no_agent_can_follow_is_refused(kind: str) -> None:
     async with serving(kind) as (engine, http):
         for name, (value, sentence) in NOWHERE.items():
             answer = await ask(http, **{name: value})
@@ -119,7 +104,7 @@ async def test_what_no_agent_can_follow_is_refused_with_a_sentence(kind: str) ->
 
 @pytest.mark.parametrize("kind", sorted(IN_PARTS))
 @pytest.mark.parametrize("name", OF_ONE_REQUEST)
-async def test_what_parts_cannot_follow_is_written_in_one_request(kind: str, name: str) -> None:
+async def test_what_parts_cannot_follow_has_one_request(kind: str, name: str) -> None:
     async with serving(kind) as (engine, http):
         answer = await ask(http, **{name: OF_ONE_REQUEST[name]})
     assert answer.json()["flashmoa"]["in_one_request_for"] == [name]

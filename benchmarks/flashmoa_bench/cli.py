@@ -1,4 +1,4 @@
-"""List the benchmarks, and run the one that ``flashmoa bench NAME`` asks for."""
+"""List the benchmarks, and run the benchmark that ``flashmoa bench NAME`` names."""
 
 from __future__ import annotations
 
@@ -12,26 +12,19 @@ from flashmoa.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark that ``flashmoa bench`` can run.
-
-    Attributes:
-        module: module name below ``flashmoa_bench``; its ``main(arguments)`` returns the exit
-            status.
-        about: one line that says what the benchmark measures.
-    """
+    """A benchmark: its module below ``flashmoa_bench``, whose ``main`` runs it, and its subject."""
 
     module: str
     about: str
 
 
-# By the folder of their modules, in the order of the list.
+# Titles of the list, by the folder of the benchmarks' modules.
 _GROUPS = {
     "link": "Links between agents",
     "workflows": "Whole teams",
     "moa": "Mixtures of agents, staircases and debates",
     "prefill": "Scores, and other work without decoding",
     "routing": "Several engines",
-    "devices": "Modelled GPUs",
 }
 BENCHMARKS = {
     "handoff": Benchmark(
@@ -83,9 +76,6 @@ BENCHMARKS = {
     "router_measured": Benchmark(
         "routing.measured", "flashmoa router and other routers, before modelled engines"
     ),
-    "device_check": Benchmark(
-        "devices.check", "how far modelled GPUs can be trusted: against measurements on real ones"
-    ),
 }
 
 
@@ -124,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _engine_problems(error: BaseException) -> list[str] | None:
-    """Return the messages of all EngineErrors in ``error``, without repetitions.
+    """Return the messages of all EngineErrors in ``error``, each once.
 
     ``None`` if ``error`` is, or contains, an exception of another type.
     """

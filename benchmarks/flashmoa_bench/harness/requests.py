@@ -1,4 +1,4 @@
-"""Send a benchmark's requests: random prompts, timed answers, prompts that are fed as they grow."""
+"""Send a benchmark's requests: random prompts, timed answers, prompts that grow."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from flashmoa.errors import BadAnswer
 from flashmoa.link.prompt_feed import PromptFeed
 from flashmoa_bench.harness import clock
 
-# Every vocabulary has these ids, and none of them is a special token.
-FIRST_ID, ID_COUNT = 1000, 3000
-# Time between two looks at a source that may have written more.
-_LOOK_SECONDS = 0.01
-_BATCH_SECONDS = 600.0
+# Every vocabulary has these ids, and no special token has one.
+TOKEN_IDS = range(1000, 4000)
 
 
 def random_ids(dice: random.Random, count: int) -> list[int]:
     """Return fresh random token ids, so that no prompt is cached by chance."""
-    return dice.choices(range(FIRST_ID, FIRST_ID + ID_COUNT), k=count)
+    return dice.choices(TOKEN_IDS, k=count)
 
 
 @dataclass(slots=True)
@@ -53,7 +50,7 @@ class TimedAnswer:
 
     @property
     def ahead_tokens(self) -> int:
-        """Return the number of prompt tokens that its prompt stream computed before it came."""
+        """Return the number of prompt tokens that a prompt stream computed before the request."""
         stream = self.usage.prompt_stream if self.usage is not None else None
         return sum(span.tokens for span in stream.prefills) if stream is not None else 0
 
@@ -69,8 +66,8 @@ async def ask(
 
     Args:
         ids: token ids of the prompt.
-        stream_id: id of the prompt stream that has the prompt's beginning, if there is one.
-        into: answer to write into, which can be watched while it grows.
+        stream_id: id of the prompt stream with the prompt's beginning.
+        into: answer to write into, so that a caller can watch it grow.
     """
     answer = into if into is not None else TimedAnswer()
     sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -91,9 +88,9 @@ async def ask(
 async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> list[TimedAnswer]:
     """Generate the first token of each prompt, with one batch request.
 
-    All prompts reach the scheduler at the same moment.
+    All prompts reach the scheduler at once.
 
-    Raises: BadAnswer if the engine does not answer all of them.
+    Raises: BadAnswer if a prompt gets no answer.
     """
     answers = [TimedAnswer() for _ in prompts]
     body = {
@@ -102,9 +99,7 @@ async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> l
         "stream": True,
     }
     async with (
-        httpx.AsyncClient(
-            base_url=engine.url, timeout=clock.machine_seconds(_BATCH_SECONDS)
-        ) as http,
+        httpx.AsyncClient(base_url=engine.url, timeout=clock.machine_seconds(600)) as http,
         http.stream("POST", "/generate", json=body) as response,
     ):
         async for line in response.aiter_lines():
@@ -126,10 +121,7 @@ def _record_event(event: dict[str, Any], answers: Sequence[TimedAnswer]) -> None
 
 
 class _GrowingPrompt:
-    """Hands a :class:`PromptFeed` the token ids of a prompt as its source writes them.
-
-    It never completes the prompt; the prompt's request does.
-    """
+    """Hands a :class:`PromptFeed` the token ids that a source writes. The request completes it."""
 
     is_complete = False
     is_followed = False
@@ -140,7 +132,7 @@ class _GrowingPrompt:
         self._taken_tokens: int | None = None
 
     def take(self) -> Sequence[int]:
-        """Return the tokens that have come since the last call; at first, those known before."""
+        """Return the known tokens at the first call, then the tokens since the last call."""
         if self._taken_tokens is None:
             self._taken_tokens = 0
             return self._known
@@ -149,25 +141,25 @@ class _GrowingPrompt:
         return fresh
 
     def take_back(self) -> None:
-        """Return that what was taken stays right."""
+        """Keep all tokens; they never change."""
 
     def followed(self) -> None:
-        """Return that the client sends all tokens itself."""
+        """Do nothing: the client sends all tokens itself."""
 
     def note_followed(self, call_id: str) -> None:
         """Do nothing."""
 
 
 class Feeder:
-    """Feeds a prompt stream the tokens that a source writes, at the engine's pace.
+    """Feeds the tokens that a source writes to a prompt stream, at the engine's pace.
 
-    A context manager: it opens the stream in the background, and deletes it in the end unless
+    Entering the context opens the stream in the background. Leaving it deletes the stream, unless
     :meth:`claim` has handed it to its request.
 
     Args:
-        known: token ids that the prompt begins with; sent when the feeder is entered.
-        source: returns all token ids beyond ``known`` that are written so far.
-        expected_output_tokens: length of the answer to the stream's request, if it is known.
+        known: token ids at the prompt's beginning, which are sent at once.
+        source: returns all token ids after ``known`` that are written so far.
+        expected_output_tokens: length of the answer to the stream's request, if known.
     """
 
     def __init__(
@@ -213,8 +205,8 @@ class Feeder:
                 await self._feed.delete()
 
     async def _poll_source(self) -> None:
-        """Look at the source at intervals, since sources give no notice when they have more."""
+        """Look at the source at intervals, since a source does not report new tokens."""
         while not self._has_ended.is_set():
-            with anyio.move_on_after(clock.machine_seconds(_LOOK_SECONDS)):
+            with anyio.move_on_after(clock.machine_seconds(0.01)):
                 await self._has_ended.wait()
             self._feed.changed()

@@ -1,11 +1,10 @@
 """Measure throughput with experts on the device and in host memory (MoE-Prefill §4).
 
-The same prompts are prefilled in forwards of several sizes, by an engine with its experts on the
-device and by one that copies them there, layer by layer. The longer a forward, the more of the
-copying is hidden; the rest is exposed. Each batch is one forward, and each prompt is answered with
-one token. A third engine has its experts on the device and keeps no KV (§6.3); the second table
-shows how much memory that saves. A running engine with SGLang's own ``--cpu-offload-gb``, which
-needs a GPU, can be compared, too.
+One engine has its experts on the device, and one copies them there layer by layer. Both prefill the
+same prompts, in forwards of several sizes. A longer forward hides more of the copying; the rest is
+exposed. Each batch is one forward, with one token as answer to each prompt. A third engine keeps no
+KV (§6.3); the second table shows the memory that this saves. A running engine with SGLang's own
+``--cpu-offload-gb``, which needs a GPU, can be compared too.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ ROLES = (
 _OFFLOAD = Role(
     "cpu_offload", plugin=True, arguments=("--cpu-offload-gb", _NO_GRAPHS), optional=True
 )
-_COMPARED_TOKENS = 64
 _MIB = 1 << 20
 
 
@@ -57,10 +55,10 @@ class ForwardRow:
     """The figures of forwards of one size on one engine; seconds are medians over rounds.
 
     Attributes:
-        of_resident: throughput over that with the experts on the device.
-        exposed: seconds that the forward takes longer than with the experts on the device.
+        of_resident: throughput over the throughput with experts on the device.
+        exposed: additional seconds of the forward over the forward with experts on the device.
         teraflops: teraFLOPs per second; ``None`` if the model's shape is unknown.
-        mfu: ``teraflops`` over the device's peak; ``None`` if that is not given.
+        mfu: ``teraflops`` over the device's peak; ``None`` without a peak.
     """
 
     tokens: Annotated[int, Column("tokens", "{:,}")]
@@ -78,8 +76,7 @@ class EngineMemory:
     """The memory that one engine takes for a model, in bytes.
 
     Attributes:
-        device_experts, host_experts: experts on the device and in host memory; ``None`` if that is
-            not known.
+        device_experts, host_experts: experts on the device and in host memory; ``None`` if unknown.
         misses: how often a layer waited for experts that were not being copied.
         kv: the KV pool.
     """
@@ -116,23 +113,15 @@ async def _measure(report: Report) -> None:
     report.show("Memory, MiB", memory)
     for way, difference in differences.items():
         report.console.print(f"{way}'s log-probabilities differ by {difference:.1e} at most.")
-    report.save(
-        {
-            "rows": rows,
-            "memory": memory,
-            "logprobs_apart": differences,
-            "seconds": seconds,
-        },
-    )
+    report.save({"rows": rows, "memory": memory, "logprobs_apart": differences, "seconds": seconds})
 
 
 async def _compare_logprobs(engines: Engines, dice: random.Random) -> dict[str, float]:
-    """Return how far one prompt's log-probabilities are from those of the first engine, at most."""
-    prompt, rest = random_ids(dice, _COMPARED_TOKENS), random_ids(dice, _COMPARED_TOKENS)
+    """Return each engine's largest difference from the first engine's log-probabilities."""
+    ids = random_ids(dice, 128)
     logprobs: dict[str, list[float]] = {}
     for way, client in engines.clients.items():
-        ids, start = [*prompt, *rest], len(prompt) - 1
-        meta = await prefill(client, ids, logprob_start_len=start)
+        meta = await prefill(client, ids, logprob_start_len=63)
         logprobs[way] = [logprob for logprob, *_ in meta["input_token_logprobs"][1:]]
     expected = logprobs.pop(RESIDENT)
     return {
@@ -182,7 +171,7 @@ async def _run_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> 
 async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
     """Return each engine's memory.
 
-    An engine that copies no experts does not report them: it has all of them on the device, unless
+    An engine that copies no experts does not report them. It has all of them on the device, unless
     SGLang offloads some.
     """
     ranks = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
@@ -193,17 +182,12 @@ async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
 
 def _memory_of(way: str, rank: KvState, whole: int | None) -> EngineMemory:
     if rank.experts is None:
-        # SGLang does not tell which weights --cpu-offload-gb has moved to the host.
+        # SGLang does not report which weights --cpu-offload-gb has moved to the host.
         known = (None, None) if way == _OFFLOAD.name else (whole, 0)
         return EngineMemory(way, *known, 0, rank.kv_bytes)
     experts = rank.experts
-    return EngineMemory(
-        way,
-        experts.resident + experts.in_slots,
-        experts.on_host,
-        experts.misses,
-        rank.kv_bytes,
-    )
+    on_device = experts.resident + experts.in_slots
+    return EngineMemory(way, on_device, experts.on_host, experts.misses, rank.kv_bytes)
 
 
 async def _find_config(engine: EngineClient) -> Path | None:
@@ -215,7 +199,7 @@ async def _find_config(engine: EngineClient) -> Path | None:
 def summarise(
     seconds: Seconds, options: argparse.Namespace, config: Path | None
 ) -> list[ForwardRow]:
-    """Return the rows by size, the engine with its experts on the device first."""
+    """Return the rows by size; the engine with experts on the device comes first."""
     rows: list[ForwardRow] = []
     for size in options.tokens:
         base = median(seconds[RESIDENT][size])

@@ -17,7 +17,9 @@ from flashmoa.engine import EngineClient
 from flashmoa.scoring import Scorer
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.report import Column
+from flashmoa_bench.harness.requests import TOKEN_IDS
 from flashmoa_bench.harness.rounds import percentile, run_concurrently
+from flashmoa_bench.prefill.mix import MixPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,11 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """The answer to a request.
+    """The answer to a request; ``token`` is the likeliest first token.
 
     Attributes:
-        token: the likeliest first token.
         logprob: natural logarithm of its probability; ``None`` if the engine does not report it.
-        seconds: time from sending the request to its answer.
+        seconds: time from the request to its answer.
     """
 
     token: int
@@ -48,6 +49,14 @@ class PrefillAnswer:
 SendFunction = Callable[[PrefillRequest], Awaitable[PrefillAnswer]]
 
 
+def to_requests(prompts: Sequence[MixPrompt]) -> list[PrefillRequest]:
+    """Return a mix's requests with token ids that every vocabulary has."""
+    return [
+        PrefillRequest(prompt.name, [TOKEN_IDS[token % len(TOKEN_IDS)] for token in prompt.tokens])
+        for prompt in prompts
+    ]
+
+
 class _Generated(BaseModel):
     meta_info: dict[str, Any]
     output_ids: list[int] = []
@@ -55,10 +64,7 @@ class _Generated(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenSender:
-    """Asks SGLang for one greedy token, as it is asked without FlashMoA.
-
-    Args: logprobs: whether to ask for the token's log-probability, too.
-    """
+    """Asks SGLang for one greedy token, and optionally for its log-probability."""
 
     engine: EngineClient
     logprobs: bool = False
@@ -79,11 +85,11 @@ class TokenSender:
 
 
 async def prefill(engine: EngineClient, ids: Sequence[int], **fields: Any) -> Mapping[str, Any]:
-    """Ask any SGLang for log-probabilities, which ``fields`` name, by a prefill alone.
+    """Ask any SGLang for the log-probabilities that ``fields`` name, by a prefill alone.
 
     Returns: SGLang's ``meta_info``.
     """
-    # If another request of the batch decodes, SGLang applies each request's temperature.
+    # If another request of the batch decodes, SGLang applies every request's temperature.
     sampling = {"max_new_tokens": 0, "temperature": 1.0}
     body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **fields}
     return (await engine.ask("POST", "/generate", _Generated, body)).meta_info
@@ -91,10 +97,7 @@ async def prefill(engine: EngineClient, ids: Sequence[int], **fields: Any) -> Ma
 
 @dataclass(frozen=True, slots=True)
 class PrefillSender:
-    """Asks any SGLang, or a router before it, for the likelier of two candidates.
-
-    Args: likeliest: as for :class:`ScoreSender`.
-    """
+    """Asks any SGLang, or a router, for the likelier of two candidates, like ScoreSender."""
 
     engine: EngineClient
     likeliest: Mapping[str, int]
@@ -116,12 +119,11 @@ class ScoreSender:
     """Asks :mod:`flashmoa.scoring` for the likelier of two candidates.
 
     Args:
-        likeliest: the likeliest first token of each request, by its name. It is the first
-            candidate.
+        likeliest: the likeliest first token of each request, by name; the first candidate.
     """
 
     def __init__(self, engine: EngineClient, likeliest: Mapping[str, int]) -> None:
-        # play() limits how many requests are sent at once.
+        # play() limits the number of requests at once.
         self._scorer = Scorer(engine, concurrency=len(likeliest))
         self._likeliest = likeliest
 
@@ -169,7 +171,7 @@ async def play(
 
 
 def unique_tokens(requests: Sequence[PrefillRequest]) -> int:
-    """Return the tokens of a radix tree with all prompts, the least that has to be computed."""
+    """Return the fewest tokens to compute: the tokens of a radix tree with all prompts."""
     prompts = sorted(request.ids for request in requests)
     shared = sum(_common_length(before, after) for before, after in pairwise(prompts))
     return sum(map(len, prompts)) - shared
@@ -185,9 +187,8 @@ class Agreement:
     """Compares answers with the expected ones.
 
     Attributes:
-        answers: number of answers.
-        same: number of them with the same likeliest token.
-        logprob: largest difference of a log-probability, of those that engines report.
+        same: number of answers with the same likeliest token.
+        logprob: largest difference between reported log-probabilities.
     """
 
     answers: int
@@ -200,7 +201,7 @@ class Agreement:
 
 
 def agreement(expected: Mapping[str, PrefillAnswer], passes: Sequence[PrefillPass]) -> Agreement:
-    """Compare all answers in ``passes`` with those in ``expected``, by their names."""
+    """Compare all answers in ``passes`` with the expected answers of the same name."""
     pairs = [(expected[name], answer) for each in passes for name, answer in each.answers.items()]
     differences = [
         abs(known.logprob - answer.logprob)
@@ -216,15 +217,14 @@ def agreement(expected: Mapping[str, PrefillAnswer], passes: Sequence[PrefillPas
 
 @dataclass(frozen=True, slots=True)
 class PassRow:
-    """The figures of one way; medians over rounds.
+    """One way's figures; medians over rounds.
 
     Attributes:
-        seconds: time until everything was answered.
-        rounds: that time in each round.
-        computed: number of prompt tokens that were computed.
+        seconds: time until everything was answered; ``rounds`` has it for each round.
+        computed: number of computed prompt tokens.
         duplicates: ``computed`` over the number of unique prompt tokens.
         p50, p99: percentiles of a request's seconds, over all rounds.
-        gain: throughput over that of the reference.
+        gain: throughput over the reference's throughput.
     """
 
     way: Annotated[str, Column("")]
@@ -249,8 +249,8 @@ def summarise(
     """Summarise each way's passes.
 
     Args:
-        reference: the way that others are compared with.
-        unique: number of tokens of all prompts, each shared one counted once.
+        reference: the way to compare with.
+        unique: the result of :func:`unique_tokens`.
     """
     base = median_seconds(passes[reference])
     rows: list[PassRow] = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from flashmoa_bench.harness.routers import OURS
-from flashmoa_bench.prefill.mix import LONGEST, MIXES, TABLE_2, Dataset, Mix, prompts
+from flashmoa_bench.prefill.mix import LONGEST, MIXES, TABLE_2, Dataset, Mix
 from flashmoa_bench.routing.measured import MeasuredCell, make_roles, summarise
 
 OPTIONS = argparse.Namespace(
@@ -44,13 +44,14 @@ def test_lengths_have_the_papers_range_and_mean(dataset: Dataset) -> None:
 
 
 def test_the_mix_has_each_datasets_share_and_is_the_same_for_a_seed() -> None:
-    asks = prompts(0.01, 0.05, 3)
-    assert len(asks) == 738 and asks == prompts(0.01, 0.05, 3) != prompts(0.01, 0.05, 4)
+    mix = Mix(TABLE_2, scale=0.01)
+    asks = mix.prompts(3)
+    assert len(asks) == 738 and asks == mix.prompts(3) != mix.prompts(4)
     assert sum(one.dataset == "MMLU" for one in asks) == 240
     assert len({one.name for one in asks}) == len(asks)
 
 
-@pytest.mark.parametrize("mix", MIXES.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 def test_mixes_fit_the_model_and_are_the_same_for_a_seed(mix: Mix) -> None:
     asks = mix.prompts(3, share=0.05)
     assert asks == mix.prompts(3, share=0.05) != mix.prompts(4, share=0.05)

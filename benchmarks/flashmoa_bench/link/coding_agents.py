@@ -1,10 +1,9 @@
-"""Replay recorded coding agents, of which all together need twice the KV pool.
+"""Replay recorded coding agents whose contexts together need twice the KV pool.
 
 Each agent is a program with the stock OpenAI client: it asks, runs a tool, and asks again with the
-tool's result behind all that was said before. Prompts, answers, results and the time that tools
-take are as long as recorded (``flashmoa_bench/recorded/coding_agents.json``); the words are the
-engine's own, and each prompt carries the answers as the engine gave them. *Roomy* is stock SGLang
-with a pool for all agents, which nothing can pass.
+tool's result after the conversation so far. Lengths and times of tools are as recorded
+(``flashmoa_bench/recorded/coding_agents.json``). The engine writes the words, and each prompt
+carries the engine's answers. *Roomy* is stock SGLang with a pool for all agents, as a bound.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
 from flashmoa_bench.recorded import RecordedTurn, load_agents
 
-# A model of noise writes a short call in few tokens, of whatever form.
+# A short call, which a model of random weights writes in few tokens.
 _CALL = "[bash()]"
 _TOOL: Any = {
     "type": "function",
@@ -37,12 +36,9 @@ _TOOL: Any = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# What the chat template and the call add to the words of a first prompt, an answer and a result of
-# the benchmark's own models. The tokens that agents have in the end show whether it still does.
-_AROUND_PROMPT, _AROUND_ANSWER, _AROUND_RESULT = 240, 12, 81
-_WORDS = 400
-# A prompt is found if at least this part of what was there before is still cached.
-_FOUND = 0.95
+# Tokens that the chat template and the call add to the words of a first prompt, an answer and a
+# result with the benchmark's own models. The agents' final numbers of tokens check them.
+_AROUND = RecordedTurn(prompt=240, answer=12, result=81, gap=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +47,8 @@ class Return:
 
     Attributes:
         seconds: time to its first token.
-        before: number of tokens of the prompt before and of its answer.
-        cached: number of its tokens that were cached.
+        before: tokens of the previous prompt and its answer.
+        cached: cached tokens of this prompt.
     """
 
     seconds: float
@@ -61,14 +57,17 @@ class Return:
 
     @property
     def is_found(self) -> bool:
-        return self.cached >= _FOUND * self.before
+        """Return whether nearly all of the previous prompt and its answer was still cached."""
+        return self.cached >= 0.95 * self.before
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One replay of all agents: their returns, and the seconds until the last agent ended.
+    """One replay of all agents.
 
-    ``tokens``: how many all of them had with their last answers.
+    Attributes:
+        seconds: time until the last agent ended.
+        tokens: tokens of all agents with their last answers.
     """
 
     returns: Sequence[Return]
@@ -77,11 +76,7 @@ class Replay:
 
 
 class Agent:
-    """A recorded agent, which asks one engine.
-
-    Args:
-        words: words of one token each.
-    """
+    """A recorded agent, which asks one engine in words of one token each."""
 
     def __init__(
         self, client: openai.AsyncOpenAI, words: Sequence[str], dice: random.Random
@@ -91,8 +86,8 @@ class Agent:
         self._dice = dice
 
     async def play(self, turns: Sequence[RecordedTurn]) -> tuple[list[Return], int]:
-        """Play all turns; return the requests after the first one, and the tokens in the end."""
-        prompt = self._text(turns[0].prompt - _AROUND_PROMPT)
+        """Play all turns; return the requests after the first one, and the final tokens."""
+        prompt = self._text(turns[0].prompt - _AROUND.prompt)
         messages: list[Any] = [{"role": "user", "content": prompt}]
         returns: list[Return] = []
         before = 0
@@ -100,11 +95,12 @@ class Agent:
             asked = clock.now()
             first, message, usage = await self._ask(messages, turn.answer)
             if before:
-                cached = (usage.prompt_tokens_details or _NOTHING).cached_tokens or 0
-                returns.append(Return(first - asked, before, cached))
+                details = usage.prompt_tokens_details
+                cached = details.cached_tokens if details is not None else None
+                returns.append(Return(first - asked, before, cached or 0))
             before = usage.prompt_tokens + usage.completion_tokens
             await clock.sleep(turn.gap)
-            result = self._text(turn.result - _AROUND_RESULT)
+            result = self._text(turn.result - _AROUND.result)
             call = message["tool_calls"][0]
             messages += [
                 message,
@@ -117,8 +113,8 @@ class Agent:
 
     async def _ask(self, messages: list[Any], tokens: int) -> tuple[float, dict[str, Any], Any]:
         """Return the time of the first token, the answer as a message, and the usage."""
-        words = max(1, tokens - _AROUND_ANSWER)
-        # The client's types know an answer by its arguments, and do not know these.
+        words = max(1, tokens - _AROUND.answer)
+        # The client's types do not know these arguments.
         create: Any = self._client.chat.completions.create
         answer: Any = await create(
             model="default",
@@ -148,22 +144,20 @@ class Agent:
 
 
 def _words(count: int) -> str:
-    """Return a pattern of so many words and one; each but the first and last is one token."""
+    """Return a pattern of ``count`` + 1 words; each but the first and the last is one token."""
     return f"[a-z]{{2,9}}( [a-z]{{2,12}}){{{count}}}"
-
-
-_NOTHING = argparse.Namespace(cached_tokens=0)
 
 
 async def learn_words(engine: EngineClient) -> list[str]:
     """Return words that the engine's model writes as one token each."""
+    count = 400
     async with openai_client(engine) as client:
         answer = await client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": "Words!"}],
             temperature=0,
-            max_tokens=4 * _WORDS,
-            extra_body={"regex": _words(_WORDS)},
+            max_tokens=4 * count,
+            extra_body={"regex": _words(count)},
         )
     words = (answer.choices[0].message.content or "").split()
     return sorted(set(words[1:-1]))
@@ -176,12 +170,12 @@ def openai_client(engine: EngineClient) -> openai.AsyncOpenAI:
 
 
 def scaled(turns: Sequence[RecordedTurn], factor: float) -> list[RecordedTurn]:
-    """Return turns of which all lengths and gaps are divided by a factor."""
+    """Divide all lengths and gaps of turns by a factor."""
     return [
         RecordedTurn(
-            max(_AROUND_PROMPT + 1, round(turn.prompt / factor)),
-            max(_AROUND_ANSWER + 1, round(turn.answer / factor)),
-            max(_AROUND_RESULT + 1, round(turn.result / factor)),
+            max(_AROUND.prompt + 1, round(turn.prompt / factor)),
+            max(_AROUND.answer + 1, round(turn.answer / factor)),
+            max(_AROUND.result + 1, round(turn.result / factor)),
             turn.gap / factor,
         )
         for turn in turns
@@ -189,7 +183,7 @@ def scaled(turns: Sequence[RecordedTurn], factor: float) -> list[RecordedTurn]:
 
 
 def chosen_agents(options: argparse.Namespace) -> list[list[RecordedTurn]]:
-    """Return the agents of a command line, from short and long ones alike."""
+    """Return the agents of a command line, evenly from short to long ones."""
     agents = load_agents()
     step = len(agents) / options.agents
     places = [int((number + 0.5) * step) for number in range(options.agents)]
@@ -197,7 +191,7 @@ def chosen_agents(options: argparse.Namespace) -> list[list[RecordedTurn]]:
 
 
 def tokens_of(turns: Sequence[RecordedTurn]) -> int:
-    """Return how many tokens an agent has with its last answer."""
+    """Return an agent's tokens with its last answer."""
     grown = sum(turn.answer + turn.result for turn in turns)
     return turns[0].prompt + grown - turns[-1].result
 
@@ -231,10 +225,10 @@ class AgentsRow:
     """One way, over all rounds; times in seconds.
 
     Attributes:
-        found: share of the returns that find at least 95 % of the prompt before and its answer.
+        found: share of returns that find at least 95 % of the previous prompt and its answer.
         mean, p50, p90, p99: times to the first token of returns.
-        of_stock: ``mean`` over that of stock SGLang.
-        seconds: until the last agent ended.
+        of_stock: ``mean`` over stock SGLang's.
+        seconds: time until the last agent ended.
     """
 
     way: Annotated[str, Column("")]
@@ -324,10 +318,10 @@ main = command(
     _measure,
     ROLES,
     (
-        Option("--agents", positive, 12, "agents at once, of 24 recorded ones"),
-        Option("--turns", positive, 40, "the most turns of each"),
+        Option("--agents", positive, 12, "agents at once, of 24 recorded agents"),
+        Option("--turns", positive, 40, "largest number of turns of each"),
         Option("--scale", positive_float, 4.0, "divides all lengths and the time of tools"),
-        Option("--pool", positive_float, 0.5, "KV pool over the tokens of all agents in the end"),
+        Option("--pool", positive_float, 0.5, "KV pool over the agents' final tokens"),
         Option("--roomy", bool, about="also with a pool for all agents"),
     ),
     defaults={"repeats": 1},

@@ -1,15 +1,14 @@
 """Measure streaming and shortest-job-first together (FlashAgents §6.6, Figure 9).
 
-Workflows of three agents, whose lengths are known, run on one engine. The engine runs few requests
-at a time, so that a queue forms. Workflow latency is measured with stock SGLang in order of arrival
-(FCFS), with FlashMoA's shortest-job-first, with its links and with both, and compared with FCFS;
-and with stock SGLang in this order with mixed chunks of other sizes, which may be faster.
+Workflows of three agents with known lengths run on one engine, which runs few requests at a time,
+so that a queue forms. Workflow latency is measured with stock SGLang in order of arrival (FCFS),
+also with mixed chunks of other sizes, and with FlashMoA's shortest-job-first, its links and both.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,14 +29,12 @@ from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
-
-_TASK_TOKENS = 32
-_SUFFIX_TOKENS = 10
+from flashmoa_bench.link.pipelines import SUFFIX_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class AgentProfile:
-    """The number of tokens of an agent's fixed prefix and of its output."""
+    """The tokens of an agent's fixed prefix and of its output."""
 
     prefix: int
     output: int
@@ -45,7 +42,7 @@ class AgentProfile:
 
 WorkflowKind = tuple[AgentProfile, ...]
 Kinds = Sequence[WorkflowKind]
-# The kinds differ in length, so that there is a shortest job to put first.
+# The kinds differ in length, so that one job is the shortest.
 KINDS: tuple[WorkflowKind, ...] = (
     (AgentProfile(96, 16), AgentProfile(192, 8), AgentProfile(128, 16)),
     (AgentProfile(256, 32), AgentProfile(384, 16), AgentProfile(512, 24)),
@@ -66,7 +63,7 @@ WorkflowCalls = tuple[AgentCall, ...]
 
 
 def scale_kinds(factor: int) -> Kinds:
-    """Return the kinds of workflows with all lengths times ``factor``."""
+    """Multiply all lengths of the workflows by ``factor``."""
     return [
         tuple(AgentProfile(factor * agent.prefix, factor * agent.output) for agent in kind)
         for kind in KINDS
@@ -76,7 +73,7 @@ def scale_kinds(factor: int) -> Kinds:
 def make_batches(
     count: int, dice: random.Random, kinds: Kinds = KINDS, *, shared: bool
 ) -> list[list[WorkflowCalls]]:
-    """Make batches of ``count`` workflows; as many batches as it takes for every kind to occur."""
+    """Make batches of ``count`` workflows each, and enough batches for all kinds."""
     batch_count = max(1, -(-len(kinds) // count))
     workflows = make_workflows(count * batch_count, dice, kinds, shared=shared)
     return [workflows[i : i + count] for i in range(0, len(workflows), count)]
@@ -85,19 +82,19 @@ def make_batches(
 def make_workflows(
     count: int, dice: random.Random, kinds: Kinds = KINDS, *, shared: bool
 ) -> list[WorkflowCalls]:
-    """Make ``count`` workflows with fresh tokens, the kinds in turn.
+    """Make ``count`` workflows with fresh tokens, of the kinds in turn.
 
     Args:
-        shared: whether workflows of a kind have the same prefixes, as agents of one role do.
+        shared: whether workflows of a kind share their agents' prefixes.
     """
     prefixes_of_kinds = [_make_prefixes(kind, dice) for kind in kinds]
     workflows: list[WorkflowCalls] = []
     for number in range(count):
         kind = kinds[number % len(kinds)]
         prefixes = prefixes_of_kinds[number % len(kinds)] if shared else _make_prefixes(kind, dice)
-        task = random_ids(dice, _TASK_TOKENS)
+        task = random_ids(dice, 32)
         calls = [
-            AgentCall(prefix, random_ids(dice, _SUFFIX_TOKENS), agent.output)
+            AgentCall(prefix, random_ids(dice, SUFFIX_TOKENS), agent.output)
             for prefix, agent in zip(prefixes, kind, strict=True)
         ]
         first = AgentCall([*calls[0].prefix, *task], calls[0].suffix, calls[0].output)
@@ -110,7 +107,7 @@ def _make_prefixes(kind: WorkflowKind, dice: random.Random) -> list[list[int]]:
 
 
 def pool_tokens(count: int, kinds: Kinds) -> int:
-    """Return the most tokens of KV that ``count`` workflows at once can need."""
+    """Return the largest number of KV tokens that ``count`` workflows at once need."""
     most = max(sum(agent.prefix + 2 * agent.output + 64 for agent in kind) for kind in kinds)
     return 4096 + count * most
 
@@ -118,10 +115,7 @@ def pool_tokens(count: int, kinds: Kinds) -> int:
 async def play(
     engine: EngineClient, batch: Sequence[WorkflowCalls], *, linked: bool
 ) -> list[float]:
-    """Play all workflows at once on an empty cache.
-
-    Returns: the seconds from the start to each workflow's last token.
-    """
+    """Play all workflows at once on an empty cache; return each one's seconds to its last token."""
     await engine.flush_cache()
     started = clock.now()
 
@@ -139,13 +133,17 @@ async def _run_sequentially(engine: EngineClient, workflow: WorkflowCalls) -> No
 
 
 async def _run_linked(engine: EngineClient, workflow: WorkflowCalls) -> None:
-    """Open the later agents' streams at the start, and feed them what is being written."""
+    """Open the later agents' streams at the start, and feed them the text that is being written."""
     answers = [TimedAnswer() for _ in workflow]
     async with AsyncExitStack() as stack:
         feeders: list[Feeder | None] = [None]
         for before, call in zip(answers, workflow[1:], strict=False):
-            source = _make_source(before)
-            feeder = Feeder(engine, call.prefix, source, expected_output_tokens=call.output)
+            feeder = Feeder(
+                engine,
+                call.prefix,
+                lambda before=before: before.ids,
+                expected_output_tokens=call.output,
+            )
             feeders.append(await stack.enter_async_context(feeder))
         before = TimedAnswer()
         for call, answer, feeder in zip(workflow, answers, feeders, strict=True):
@@ -155,25 +153,21 @@ async def _run_linked(engine: EngineClient, workflow: WorkflowCalls) -> None:
             before = answer
 
 
-def _make_source(answer: TimedAnswer) -> Callable[[], Sequence[int]]:
-    return lambda: answer.ids
-
-
 ROLES = (
     Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
     Role("flashmoa", plugin=True, arguments=("--flashmoa-schedule", "sglang")),
     Role("sjf", plugin=True, arguments=("--flashmoa-schedule", "sjf")),
 )
 FCFS = "fcfs"
-# The engine's role and whether the agents are linked, by way.
+# The engine's role, and whether the agents are linked, by way.
 _WAYS = {
     FCFS: ("stock", False),
     "sjf": ("sjf", False),
     "linked": ("flashmoa", True),
     "linked + sjf": ("sjf", True),
 }
-# Latency over that of FCFS in Figure 9, by concurrency. For the first two ways, the paper's text
-# gives one figure for both concurrencies.
+# Latency over FCFS's in Figure 9, by concurrency. The paper's text gives one figure of the first
+# two ways for both concurrencies.
 PAPER = {
     "sjf": {1: "0.65-0.70", 10: "0.65-0.70"},
     "linked": {1: "0.57", 10: "0.57"},
@@ -188,8 +182,7 @@ class ScheduleRow:
     Attributes:
         mean: median over rounds of the mean over workflows.
         p95: 95th percentile of the workflows of all rounds.
-        mean_of_fcfs, p95_of_fcfs: ``mean`` and ``p95`` over those of stock FCFS at this
-            concurrency.
+        mean_of_fcfs, p95_of_fcfs: over stock FCFS's at this concurrency.
     """
 
     concurrency: Annotated[int, Column("C")]
@@ -250,7 +243,7 @@ async def _play_all(
 
 
 def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> list[ScheduleRow]:
-    """Summarise ``rounds``: each round's workflow latencies by way, ``fcfs`` among them."""
+    """Summarise each round's workflow latencies, by way; ``fcfs`` is one way."""
     means = {way: median(mean(each) for each in group) for way, group in rounds.items()}
     tails = {
         way: percentile(list(chain.from_iterable(group)), 0.95) for way, group in rounds.items()

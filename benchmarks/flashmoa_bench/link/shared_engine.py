@@ -1,9 +1,9 @@
-"""Measure chains of two agents that share one engine, started one after the other.
+"""Measure chains of two agents that share one engine and start one after another.
 
-While one chain's agent A decodes, other chains prefill and decode on the same engine, so that what
-is prefilled ahead for an agent B costs others time. Latency from a chain's start to B's last token
-is compared with stock SGLang, without its mixed chunks and with them, of several sizes, and with
-B's known text prefilled ahead but not A's answer. Tokens are random, and workflows share no prefix.
+While one chain's agent A decodes, other chains prefill and decode on the same engine. So prefilling
+ahead for an agent B costs others time. The latency from a chain's start to B's last token is
+compared with stock SGLang, without mixed chunks and with several sizes of them, and with
+prefilling ahead B's known text alone. Tokens are random, and chains share no prefix.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
@@ -29,7 +30,7 @@ ROLES = (
     Role("stock_mixed", plugin=False, arguments=("--enable-mixed-chunk",), optional=True),
     Role("flashmoa", plugin=True),
 )
-# From light to heavy; prompts of the last rows are as long as those of agents with documents.
+# From light to heavy. The last rows' prompts are as long as prompts with documents.
 DEFAULT_ROWS = ("1:1200/300:16000/100", "8:1200/150:2000/60", "8:1200/300:8000/100")
 
 
@@ -39,7 +40,7 @@ class Chains:
 
     Attributes:
         count: number of chains.
-        prompts, answers: those of A and of B. B's prompt has A's answer in it.
+        prompts, answers: lengths for A and for B. B's prompt includes A's answer.
     """
 
     count: int
@@ -48,9 +49,9 @@ class Chains:
 
     @classmethod
     def read(cls, text: str) -> Chains:
-        """Read ``COUNT:PROMPT/ANSWER:PROMPT/ANSWER``, of A and of B.
+        """Read ``COUNT:PROMPT/ANSWER:PROMPT/ANSWER``, with the lengths of A and of B.
 
-        Raises: ArgumentTypeError if the text is not of this form.
+        Raises: ArgumentTypeError if the text has another form.
         """
         try:
             count, *agents = text.split(":")
@@ -81,8 +82,8 @@ class ChainRun:
 class ChainRow:
     """One way of a row: medians over rounds of the mean over chains, in seconds.
 
-    ``of_stock`` is ``seconds`` over that of the best stock engine. ``late`` is the median number
-    of tokens of B's prompt that are computed after its request has come.
+    ``of_stock`` is ``seconds`` over the best stock engine's. ``late`` is the median number of B's
+    prompt tokens that are computed after its request.
     """
 
     chains: Annotated[str, Column("chains")]
@@ -94,7 +95,7 @@ class ChainRow:
 
 
 def make_ways(mixed: Mapping[str, Role]) -> dict[str, tuple[str, str]]:
-    """Return the engine's role and what is prefilled ahead, by way."""
+    """Return the engine's role and the text that is prefilled ahead, by way."""
     return {
         "stock": ("stock", ""),
         "stock mixed": ("stock_mixed", ""),
@@ -117,9 +118,9 @@ async def _measure(report: Report) -> None:
     report.show(
         "Chains of two agents on one engine, seconds",
         rows,
-        "of stock: over the best of stock SGLang without mixed chunks, and with them, of 8,192 "
-        "tokens on large GPUs or of the given size. late: tokens of B's prompt that were computed "
-        "after its request came.",
+        "of stock: over the best of stock SGLang without mixed chunks, and with mixed chunks of "
+        "8,192 tokens on large GPUs or of the given size. late: tokens of B's prompt that were "
+        "computed after its request came.",
     )
     report.save({"rows": rows})
 
@@ -156,25 +157,26 @@ async def _play_all(
 
 
 async def _play(engine: EngineClient, chains: Chains, dice: random.Random, ahead: str) -> ChainRun:
-    """Play one chain, with nothing, what is known of B's prompt, or all of it prefilled ahead."""
+    """Play one chain; ``ahead`` is the part of B's prompt that is prefilled ahead."""
     prompt = random_ids(dice, chains.prompts[0])
     known = random_ids(dice, chains.prompts[1] - chains.answers[0])
     first, second = TimedAnswer(), TimedAnswer()
     started = clock.now()
-    if ahead:
-        source = first.ids if ahead == "all" else []
-        async with Feeder(engine, known, lambda: source) as feeder:
-            await ask(engine, prompt, chains.answers[0], into=first)
-            stream = feeder.claim()
-            await ask(engine, [*known, *first.ids], chains.answers[1], stream, second)
-    else:
+    source = first.ids if ahead == "all" else []
+    async with AsyncExitStack() as stack:
+        stream = None
+        feeder = Feeder(engine, known, lambda: source) if ahead else None
+        if feeder is not None:
+            await stack.enter_async_context(feeder)
         await ask(engine, prompt, chains.answers[0], into=first)
-        await ask(engine, [*known, *first.ids], chains.answers[1], into=second)
+        if feeder is not None:
+            stream = feeder.claim()
+        await ask(engine, [*known, *first.ids], chains.answers[1], stream, second)
     return ChainRun(second.last - started, second.first - first.last, second.late_tokens)
 
 
 def summarise(chains: Chains, rounds: dict[str, list[list[ChainRun]]]) -> list[ChainRow]:
-    """Summarise a row's rounds, each of which has one run for each chain."""
+    """Summarise a row's rounds; each round has one run for each chain."""
     seconds = {
         way: median(mean(run.seconds for run in runs) for runs in played)
         for way, played in rounds.items()

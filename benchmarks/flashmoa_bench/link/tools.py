@@ -1,11 +1,10 @@
 """Measure the time to an agent's first token after its tools have run.
 
-Agents answer with calls of tools, wait for the results, and ask again with the results behind all
-that was said before. *Strangers*: the KV pool has room for the agents, but other requests fill it
-while tools run. *Pressure*: it has room for a part of the agents only. *Parallel*: two tools run at
-once, and the result of the first, which is long, is there before the second ends. *Reflection*: the
-next prompt begins in another way (AutoGen's reflection on tools names no tools), so that its KV is
-not there.
+Agents call tools, wait for the results, and ask again with the results after the conversation so
+far. *Strangers*: the KV pool has room for the agents, but other requests fill it while tools run.
+*Pressure*: the pool has room for a part of the agents only. *Parallel*: two tools run at once, and
+the first one's long result is there before the second tool ends. *Reflection*: the next prompt has
+another beginning (AutoGen's reflection on tools names no tools), so its KV is not there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurren
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that takes between ``least`` and ``most`` seconds, and returns ``tokens`` tokens."""
+    """A tool that takes ``least`` to ``most`` seconds, and returns ``tokens`` tokens."""
 
     least: float
     most: float
@@ -41,15 +40,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolAgents:
-    """Agents that call tools, each several times; they begin at once and share no text.
+    """Agents that begin at once, share no text, and call tools several times each.
 
     Attributes:
-        prompt, answer: tokens of an agent's first prompt, and of each of its answers.
-        calls: how often each agent calls its tools.
-        tools: the tools of one call, which run at once, in the order in which they end.
-        reflects: whether a prompt after tools begins in another way than the one before.
-        strangers: how many requests come in a second that belong to none of the agents; each has
-            half as many tokens as an agent's first prompt.
+        prompt, answer: tokens of an agent's first prompt, and of each answer.
+        calls: number of times that each agent calls its tools.
+        tools: tools of one call, which run at once, in the order of their ends.
+        reflects: whether a prompt after tools begins otherwise than the previous prompt.
+        strangers: other requests per second; each has half the tokens of a first prompt.
     """
 
     agents: int
@@ -62,12 +60,12 @@ class ToolAgents:
 
     @property
     def result(self) -> int:
-        """Return the number of tokens of all results of one call."""
+        """Return the tokens of all results of one call."""
         return sum(tool.tokens for tool in self.tools)
 
     @property
     def context(self) -> int:
-        """Return the number of tokens of an agent in the end."""
+        """Return an agent's final number of tokens."""
         return self.prompt + self.calls * (self.answer + self.result) + self.answer
 
 
@@ -77,7 +75,7 @@ class AfterTools:
 
     Attributes:
         seconds: time to its first token.
-        prompt, late: number of its tokens, and of those computed after the request had come.
+        prompt, late: all prompt tokens, and tokens computed after the request came.
     """
 
     seconds: float
@@ -88,7 +86,7 @@ class AfterTools:
 async def play(
     engine: EngineClient, load: ToolAgents, dice: random.Random, *, is_linked: bool
 ) -> list[AfterTools]:
-    """Play all agents on an empty cache, with fresh tokens. Return their requests after tools."""
+    """Play all agents on an empty cache, and return their requests after tools."""
     await engine.flush_cache()
     seed = dice.random()
     played: list[list[AfterTools]] = []
@@ -107,7 +105,7 @@ async def play(
 async def _play_agent(
     engine: EngineClient, load: ToolAgents, dice: random.Random, is_linked: bool
 ) -> list[AfterTools]:
-    """Play one agent. If it is linked, its next prompt is fed to a stream as results come."""
+    """Play one agent. If it is linked, a stream gets its next prompt as results come."""
     known = random_ids(dice, load.prompt)
     answer = await ask(engine, known, load.answer)
     requests: list[AfterTools] = []
@@ -131,7 +129,7 @@ async def _play_agent(
 
 
 async def _send_strangers(engine: EngineClient, load: ToolAgents, dice: random.Random) -> None:
-    """Send requests that nothing follows, at random times, until this is cancelled."""
+    """Send requests of strangers at random times until this is cancelled."""
     async with anyio.create_task_group() as group:
         while True:
             await clock.sleep(dice.expovariate(load.strangers))
@@ -141,7 +139,8 @@ async def _send_strangers(engine: EngineClient, load: ToolAgents, dice: random.R
 async def measure_alone(engine: EngineClient, tokens: int, late: int, dice: random.Random) -> float:
     """Return the seconds to the first token of one prompt on an idle engine.
 
-    Args: late: how many of its ``tokens`` tokens are not in the cache.
+    Args:
+        tokens, late: all tokens of the prompt, and tokens that are not in the cache.
     """
     await engine.flush_cache()
     prompt: Sequence[int] = random_ids(dice, tokens)
@@ -152,13 +151,9 @@ async def measure_alone(engine: EngineClient, tokens: int, late: int, dice: rand
 
 
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
-# The engine's role and whether agents are linked, by way.
+# The engine's role, and whether agents are linked, by way.
 WAYS = {"stock": ("stock", False), "linked": ("flashmoa", True)}
 WORKLOADS = ("strangers", "pressure", "parallel", "reflection")
-# What was said is kept for a request if less than this part of its prompt is computed again.
-_LOST = 0.5
-# Requests of strangers; all agents' tokens under pressure over those of the KV pool.
-_STRANGERS_PER_SECOND, _OVER = 6.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +161,14 @@ class ToolsRow:
     """One way of a workload, over its requests after tools; in seconds and tokens.
 
     Attributes:
-        median, p90: medians over rounds of the median and of the 90th percentile to first tokens.
-        of_stock: ``median`` over that of stock SGLang.
+        median, p90: medians over rounds of the median and the 90th percentile to first tokens.
+        of_stock: ``median`` over stock SGLang's.
         mean: mean over all requests.
-        kept: share of the requests of which less than half was computed after they had come.
-        late: median number of prompt tokens that were computed after the request had come.
-        computed: time to the first token, with one agent on an idle engine, if all is computed
-            that can be missing on stock SGLang.
-        bound: the same if nothing but the result of the last tool is left to compute.
+        kept: share of requests with less than half of their tokens computed after they came.
+        late: median number of prompt tokens that were computed after the request came.
+        computed: time to the first token, for one agent on an idle engine, if everything that stock
+            SGLang can miss is computed.
+        bound: the same if only the last tool's result is computed.
     """
 
     workload: Annotated[str, Column("workload")]
@@ -195,13 +190,13 @@ def workloads(arguments: argparse.Namespace) -> dict[str, ToolAgents]:
     pressure = ToolAgents(
         arguments.agents, arguments.prompt, arguments.answer, arguments.calls, one
     )
-    # The others find room in the same pool.
+    # The other workloads find room in the same pool.
     some = replace(pressure, agents=max(1, arguments.agents // 4))
     few = replace(some, agents=max(1, arguments.agents // 8), calls=min(arguments.calls, 2))
     middle = (least + most) / 2
     two = (Tool(least, least, arguments.long_result), Tool(middle, middle, arguments.result))
     return {
-        "strangers": replace(some, strangers=_STRANGERS_PER_SECOND),
+        "strangers": replace(some, strangers=6.0),
         "pressure": pressure,
         "parallel": replace(few, tools=two),
         "reflection": replace(few, reflects=True),
@@ -211,8 +206,9 @@ def workloads(arguments: argparse.Namespace) -> dict[str, ToolAgents]:
 async def _measure(report: Report) -> None:
     options = report.options
     loads = workloads(options)
-    pool = int(loads["pressure"].agents * loads["pressure"].context / _OVER)
-    # A modelled GPU has the pool of the GPU unless it is given.
+    # Under pressure, all agents together need twice the pool.
+    pool = loads["pressure"].agents * loads["pressure"].context // 2
+    # By default a modelled GPU has the GPU's own pool.
     small = ("--max-total-tokens", str(pool)) if options.device else ()
     chosen = {name: loads[name] for name in options.measure}
     async with report.connect([replace(role, arguments=small) for role in ROLES], pool) as engines:
@@ -221,10 +217,10 @@ async def _measure(report: Report) -> None:
     report.show(
         "Time to the first token after tools, ms",
         rows,
-        "kept: requests of which less than half was computed after they had come. late: tokens "
-        "that were computed then, median. By itself on an idle engine, a request takes as long as "
-        "*computed* if all that can be missing is computed, and as *bound* if only the result of "
-        "the last tool is.",
+        "kept: requests with less than half of their tokens computed after they came. late: tokens "
+        "that were computed then, median. Alone on an idle engine, a request takes *computed* if "
+        "everything that can be missing is computed, and *bound* if only the last tool's result "
+        "is.",
         left=("workload", ""),
     )
     report.console.print(f"Streams gave way to requests {gave_way} times.\n")
@@ -252,7 +248,7 @@ async def _play_all(
         for name, load in loads.items():
             rounds = await player.play(list(WAYS), partial(run, load=load), name, warm_up=False)
             bound = await alone(load, load.tools[-1].tokens)
-            # Stock SGLang has what was said before parallel tools; nothing evicts that.
+            # For parallel tools, stock SGLang has the conversation so far; nothing evicts it.
             computed = await alone(load, load.result if len(load.tools) > 1 else load.context)
             rows += summarise(name, rounds, computed, bound)
     return rows
@@ -264,7 +260,7 @@ def summarise(
     computed: float,
     bound: float,
 ) -> list[ToolsRow]:
-    """Summarise a workload's rounds, each of which has all requests after tools."""
+    """Summarise a workload's rounds; each has all requests after tools."""
     medians = {
         way: median(median(request.seconds for request in requests) for requests in played)
         for way, played in rounds.items()
@@ -279,7 +275,7 @@ def summarise(
             p90=median(percentile([each.seconds for each in one], 0.9) for one in played),
             of_stock=medians[way] / medians["stock"],
             mean=mean(each.seconds for each in requests),
-            kept=mean(each.late < _LOST * each.prompt for each in requests),
+            kept=mean(each.late < each.prompt / 2 for each in requests),
             late=median(each.late for each in requests),
             computed=computed,
             bound=bound,

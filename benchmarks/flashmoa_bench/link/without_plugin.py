@@ -1,9 +1,8 @@
-"""Measure what links gain on engines without the plugin, and what the plugin adds.
+"""Measure the gain of links on engines without the plugin, and the plugin's additional gain.
 
-A chain of two agents: B's prompt is a text that is known beforehand, and what A writes. The time
-from A's last token to B's first is measured unlinked and linked on stock engines, and linked on
-an engine with the plugin; with an engine for each agent, and with one engine for both, where what
-is prefilled ahead takes time from A.
+In a chain of two agents, B's prompt is a known text and A's answer. The time from A's last token to
+B's first is measured unlinked and linked on stock engines, and linked with the plugin: with an
+engine for each agent, and with one engine for both, where prefilling ahead slows A down.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import RoundPlayer
 
 Way = Literal["unlinked", "linked", "plugin"]
-# On stock SGLang unlinked and linked, which prefills in a few steps; linked with the plugin.
 WAYS: tuple[Way, ...] = get_args(Way)
 ROLES = (
     Role("writer", plugin=False, core=0),
     Role("stock", plugin=False, arguments=("--enable-cache-report",), core=1),
     Role("flashmoa", plugin=True, arguments=("--enable-cache-report",), core=1),
 )
-_READ_TOKENS = 8
 _WORDS = ("river", "temple", "trail", "valley", "market", "bridge", "garden", "harbour")
 
 
@@ -44,9 +41,9 @@ class ChainRound:
     Attributes:
         handoff: seconds from A's last token to B's first.
         whole: seconds from A's request to B's first token.
-        cached, prompt: numbers of B's prompt tokens that were cached, and of all.
-        steps: how often the link has sent something.
-        text: what both agents wrote.
+        cached, prompt: cached tokens and all tokens of B's prompt.
+        steps: number of times that the link sent text.
+        text: both agents' answers.
     """
 
     handoff: float
@@ -59,7 +56,7 @@ class ChainRound:
 
 @dataclass(frozen=True, slots=True)
 class ChainFigures:
-    """The medians of one way; ``engines`` is 1 if both agents run on one engine."""
+    """The medians of one way; with one engine, both agents run on it."""
 
     engines: Annotated[int, Column("engines")]
     way: Annotated[Way, Column("way")]
@@ -79,8 +76,8 @@ async def _measure(report: Report) -> None:
     report.show(
         "From A's last token to B's first",
         rows,
-        "unlinked/: the unlinked time over this one. cached: tokens of B's prompt that its request "
-        "found computed, of all. sent: how often the link sent more of the prompt.",
+        "unlinked/: the unlinked time over this time. cached: tokens of B's prompt that were "
+        "cached when its request came, of all. sent: how often the link sent more of the prompt.",
     )
     report.save({"rows": rows})
 
@@ -126,7 +123,7 @@ async def _play(
         ask = [{"role": "user", "content": task}]
         plan = flow.ask(ask, name="A", max_tokens=written, **sampling)
         read = [{"role": "user", "content": f"{known}\n{plan}\nShorten this."}]
-        short = flow.ask(read, engine=reader, name="B", max_tokens=_READ_TOKENS, **sampling)
+        short = flow.ask(read, engine=reader, name="B", max_tokens=8, **sampling)
         text = await plan + await short
     a, b = calls(events)
     if a.finished is None or b.first_token is None or short.usage is None:

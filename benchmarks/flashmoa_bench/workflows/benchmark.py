@@ -1,7 +1,7 @@
 """Measure chain, mapreduce and slides (FlashAgents §6.2 and 6.3, Figure 7), one and eight at once.
 
-They run on two engines, one with a small model and one with a larger one, with stock SGLang and
-with the plugin. Each way of running them adds one technique to the way before it.
+They run on two engines, with a small and a larger model, on stock SGLang and with the plugin. Each
+way of running them adds one technique to the previous way.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WAYS: dict[WorkflowWay, str] = {
     "sequential": "stock SGLang, one agent at a time",
     "unlinked": "stock SGLang, agents side by side where they do not need each other",
     "shared": "the same with the plugin, no links: requests that share a prefix compute it once",
-    "warmed": "what is known of a prompt is prefilled before its request comes",
-    "linked": "the text of the agents before it, too, as they write it",
-    "eager": "a slide is begun when its point of the outline is complete, not when all are",
+    "warmed": "the known part of a prompt is prefilled before its request comes",
+    "linked": "the text of earlier agents too, while they write it",
+    "eager": "a slide begins when its point of the outline is complete, not the whole outline",
 }
 STOCK: Collection[WorkflowWay] = ("sequential", "unlinked")
-# What part of a prompt is prefilled ahead of its request.
+# Part of a prompt that is prefilled ahead of its request.
 _AHEAD: dict[WorkflowWay, Ahead] = {
     "sequential": "nothing",
     "unlinked": "nothing",
@@ -54,27 +54,22 @@ _AHEAD: dict[WorkflowWay, Ahead] = {
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """The clients of the small model's engine and of the larger one's."""
+    """The clients of the small and the larger model's engine."""
 
     small: FlashMoAChatCompletionClient
     large: FlashMoAChatCompletionClient
 
     async def flush(self) -> None:
-        """Empty both engines' caches."""
         await self.small.engine.flush_cache()
         await self.large.engine.flush_cache()
 
     async def close(self) -> None:
-        """Close both clients."""
         await self.small.close()
         await self.large.close()
 
 
 def greedy_client(url: str, model: str, tokens: int) -> FlashMoAChatCompletionClient:
-    """Make a client whose answers can be compared token for token.
-
-    Each answer has ``tokens`` tokens, at temperature 0.
-    """
+    """Make a client whose answers have ``tokens`` tokens and can be compared token for token."""
     return FlashMoAChatCompletionClient(
         model=model,
         base_url=url,
@@ -90,10 +85,9 @@ class WorkflowRun:
 
     Attributes:
         seconds: time from the copy's start to its last token.
-        response: seconds from the end of the last upstream answer to the end of the workflow.
-        decoding: seconds of the critical path without what linking can save; see
-            :func:`decoding_seconds`.
-        texts: the agents' answers, by the agents' names.
+        response: time from the end of the last upstream answer to the workflow's end.
+        decoding: see :func:`decoding_seconds`.
+        texts: the answers, by agent.
     """
 
     seconds: float
@@ -107,10 +101,9 @@ class AgentWorkflow:
     """A workflow that can be played.
 
     Attributes:
-        ways: ways in which it can be played.
-        upstream: names of the agents that the last ones wait for.
-        paper: FlashAgents' latency over that of its baseline, by number of copies.
-        run: plays the copy of this number, which differs from the others, and reports its events.
+        upstream: names of the agents whose answers the last agents read.
+        paper: FlashAgents' latency over its baseline's, by number of copies.
+        run: plays the copy with a number, which makes it differ, and reports its events.
     """
 
     name: str
@@ -134,13 +127,12 @@ async def _run_mapreduce(clients: Clients, way: WorkflowWay, copy: int, listener
 async def _run_team(
     team: BaseGroupChat, task: str, way: WorkflowWay, copy: int, listener: Listener
 ) -> None:
-    """Run a team whose task has the copy's number."""
     async with link(team, ahead=_AHEAD[way], listener=listener):
         await team.run(task=f"{task} This is request {copy}.")
 
 
 async def _run_slides(clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
-    """Run the workflow of slides (FlashAgents §6.3), which uses the plain API."""
+    """Run the workflow of slides, which uses the plain API."""
     small, large = clients.small.engine, clients.large.engine
     async with Workflow(small, ahead=_AHEAD[way], listener=listener) as flow:
         topic = f"for engineers, number {copy}"
@@ -201,25 +193,22 @@ ROLES = (
     Role("stock_small", plugin=False, shape="small", core=0, optional=True),
     Role("stock_large", plugin=False, shape="large", core=1, optional=True),
 )
-# Every copy has room, even if the copies share nothing.
-_POOL = 60_000
-
-# The runs of a round's copies, by way and round.
+# The runs of each round's copies, by way and round.
 WorkflowRounds = Mapping[WorkflowWay, Sequence[Sequence[WorkflowRun]]]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkflowRow:
-    """The figures of one way, in seconds; medians over rounds of the mean over copies.
+    """One way's figures, in seconds; medians over rounds of the mean over copies.
 
     Attributes:
         seconds: time from a copy's start to its last token.
-        over_unlinked, over_sequential: over those of these ways; ``None`` if they are not measured.
-        paper: FlashAgents' latency over its baseline's; ``None`` if the paper does not have it.
-        response: time from the last token that the last agents had to wait for to their own last.
-        least: time in which the agents on the critical path decode, in the way in which they
-            decode fastest: no linking can be faster.
-        same: share of the texts that are the same as in the first round of the first way.
+        over_unlinked, over_sequential: ``seconds`` over these ways'; ``None`` if not measured.
+        paper: FlashAgents' latency over its baseline's; ``None`` if the paper has none.
+        response: time from the last upstream token to the last token.
+        least: decode time of the critical path, in the way that decodes fastest. No linking can be
+            faster.
+        same: share of texts that equal the texts of the first way's first round.
     """
 
     workflow: Annotated[str, Column("workflow")]
@@ -236,7 +225,8 @@ class WorkflowRow:
 
 async def _measure(report: Report) -> None:
     async with (
-        report.connect(ROLES, _POOL, [GUIDE, PAPER]) as engines,
+        # Every copy has room in this pool, even if the copies share nothing.
+        report.connect(ROLES, 60_000, [GUIDE, PAPER]) as engines,
         AsyncExitStack() as stack,
     ):
         clients = _make_clients(engines, report.options.tokens)
@@ -248,7 +238,7 @@ async def _measure(report: Report) -> None:
 
 
 def _make_clients(engines: Engines, tokens: int) -> dict[bool, Clients]:
-    """Return the clients by whether their engines have the plugin."""
+    """Return the clients, by whether their engines have the plugin."""
 
     def make_pair(small: str, large: str) -> Clients:
         urls = (engines[name].url for name in (small, large))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import anyio
 import httpx
@@ -150,63 +151,60 @@ class _GrowingPrompt:
         """Do nothing."""
 
 
-class Feeder:
-    """Feeds the tokens that a source writes to a prompt stream, at the engine's pace.
+@asynccontextmanager
+async def feeding(
+    engine: EngineClient,
+    known: Sequence[int],
+    source: Callable[[], Sequence[int]],
+    *,
+    expected_output_tokens: int | None = None,
+    is_linked: bool = True,
+) -> AsyncGenerator[Callable[[], str | None]]:
+    """Feed the tokens that a source writes to a prompt stream, at the engine's pace.
 
-    Entering the context opens the stream in the background. Leaving it deletes the stream, unless
-    :meth:`claim` has handed it to its request.
+    The stream opens in the background. Leaving the context deletes it unless it was claimed.
 
     Args:
         known: token ids at the prompt's beginning, which are sent at once.
         source: returns all token ids after ``known`` that are written so far.
         expected_output_tokens: length of the answer to the stream's request, if known.
+        is_linked: whether there is a stream at all.
+
+    Yields: a function that stops feeding and returns the stream's id for its request; ``None`` if
+        the stream is not open.
     """
+    if not is_linked:
+        yield lambda: None
+        return
+    prompt = _GrowingPrompt(known, source)
+    feed = PromptFeed(engine, prompt, expected_output_tokens=expected_output_tokens)
+    is_claimed, has_ended = False, anyio.Event()
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        known: Sequence[int],
-        source: Callable[[], Sequence[int]],
-        expected_output_tokens: int | None = None,
-    ) -> None:
-        prompt = _GrowingPrompt(known, source)
-        self._feed = PromptFeed(engine, prompt, expected_output_tokens=expected_output_tokens)
-        self._group = anyio.create_task_group()
-        self._has_ended = anyio.Event()
-        self._is_claimed = False
+    def claim() -> str | None:
+        nonlocal is_claimed
+        feed.stop()
+        is_claimed = feed.stream_id is not None
+        return feed.stream_id
 
-    @property
-    def stream_id(self) -> str | None:
-        return self._feed.stream_id
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        self._group.start_soon(self._feed_stream)
-        self._group.start_soon(self._poll_source)
-        return self
-
-    async def __aexit__(self, *problem: Any) -> bool | None:
-        self._feed.stop()
-        self._has_ended.set()
-        return await self._group.__aexit__(*problem)
-
-    def claim(self) -> str | None:
-        """Stop feeding and return the stream's id for its request; ``None`` if it is not open."""
-        self._feed.stop()
-        self._is_claimed = self.stream_id is not None
-        return self.stream_id
-
-    async def _feed_stream(self) -> None:
+    async def feed_stream() -> None:
         try:
-            await self._feed.run()
-            await self._feed.hold()
+            await feed.run()
+            await feed.hold()
         finally:
-            if not self._is_claimed:
-                await self._feed.delete()
+            if not is_claimed:
+                await feed.delete()
 
-    async def _poll_source(self) -> None:
-        """Look at the source at intervals, since a source does not report new tokens."""
-        while not self._has_ended.is_set():
+    async def poll_source() -> None:
+        while not has_ended.is_set():
             with anyio.move_on_after(clock.machine_seconds(0.01)):
-                await self._has_ended.wait()
-            self._feed.changed()
+                await has_ended.wait()
+            feed.changed()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(feed_stream)
+        group.start_soon(poll_source)
+        try:
+            yield claim
+        finally:
+            feed.stop()
+            has_ended.set()

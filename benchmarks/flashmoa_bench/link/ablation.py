@@ -45,15 +45,11 @@ PAPER = {
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """One row of Table 1; medians over rounds.
+    """One row of Table 1, by variant; medians over rounds.
 
     Attributes:
-        decode: T_decode of A, in seconds.
-        floor: seconds that no overlap can hide, in the full variant; as in ``bench handoff``.
-        seconds: T of Eq. 6, by variant.
-        duplicates: computed over unique prompt tokens, by variant; 1 means no duplicates.
-        speedup: T of the baseline and of the batched variant over T of the full variant.
-        paper: the paper's seconds by variant; ``None`` if the paper does not have this row.
+        decode, floor: as in ``bench handoff``.
+        duplicates: computed over unique prompt tokens; 1 means no duplicates.
     """
 
     prefix: Annotated[int, Column("prefix")]

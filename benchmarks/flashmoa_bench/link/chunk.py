@@ -31,12 +31,8 @@ PAPER = {128: "up to 3x", 512: "~1.2x"}
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
     """The figures of one chunk size; medians over rounds.
-
     Attributes:
-        chunk: tokens of a chunk.
         seconds: time of each chunk: its forwards' on a modelled GPU, else the engine's measurement.
-        total: median over rounds of the sum over chunks, in seconds.
-        over_single_pass: ``total`` over the time of the whole context at once.
         last_over_first: last over first full chunk; ``None`` with less than two full chunks.
     """
 
@@ -106,17 +102,14 @@ async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[flo
 def summarise(rounds: Mapping[int, Sequence[Sequence[float]]], context: int) -> list[ChunkSize]:
     """Summarise the seconds of each chunk of each round, by chunk size."""
     single = median(sum(seconds) for seconds in rounds[context])
-    return [_summarise_size(chunk, group, context, single) for chunk, group in rounds.items()]
-
-
-def _summarise_size(
-    chunk: int, group: Sequence[Sequence[float]], context: int, single: float
-) -> ChunkSize:
-    seconds = tuple(median(values) for values in zip(*group, strict=True))
-    total = median(sum(values) for values in group)
-    full = context // chunk
-    last = seconds[full - 1] / seconds[0] if full > 1 else None
-    return ChunkSize(chunk, seconds, total, total / single, last)
+    sizes: list[ChunkSize] = []
+    for chunk, group in rounds.items():
+        seconds = tuple(median(values) for values in zip(*group, strict=True))
+        total = median(sum(values) for values in group)
+        full = context // chunk
+        last = seconds[full - 1] / seconds[0] if full > 1 else None
+        sizes.append(ChunkSize(chunk, seconds, total, total / single, last))
+    return sizes
 
 
 main = command(

@@ -43,13 +43,7 @@ _AROUND = RecordedTurn(prompt=240, answer=12, result=81, gap=0)
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """A request with the results of tools.
-
-    Attributes:
-        seconds: time to its first token.
-        before: tokens of the previous prompt and its answer.
-        cached: cached tokens of this prompt.
-    """
+    """A request with the results of tools; ``before`` counts the previous prompt and its answer."""
 
     seconds: float
     before: int
@@ -63,84 +57,73 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One replay of all agents.
-
-    Attributes:
-        seconds: time until the last agent ended.
-        tokens: tokens of all agents with their last answers.
-    """
+    """One replay of all agents: its seconds, and the agents' tokens with their last answers."""
 
     returns: Sequence[Return]
     seconds: float
     tokens: int
 
 
-class Agent:
-    """A recorded agent, which asks one engine in words of one token each."""
+async def play(
+    client: openai.AsyncOpenAI,
+    turns: Sequence[RecordedTurn],
+    words: Sequence[str],
+    dice: random.Random,
+) -> tuple[list[Return], int]:
+    """Play an agent's turns; return the requests after the first one, and the final tokens."""
 
-    def __init__(
-        self, client: openai.AsyncOpenAI, words: Sequence[str], dice: random.Random
-    ) -> None:
-        self._client = client
-        self._words = words
-        self._dice = dice
+    def write(tokens: int) -> str:
+        return " ".join(dice.choices(words, k=max(1, tokens)))
 
-    async def play(self, turns: Sequence[RecordedTurn]) -> tuple[list[Return], int]:
-        """Play all turns; return the requests after the first one, and the final tokens."""
-        prompt = self._text(turns[0].prompt - _AROUND.prompt)
-        messages: list[Any] = [{"role": "user", "content": prompt}]
-        returns: list[Return] = []
-        before = 0
-        for turn in turns:
-            asked = clock.now()
-            first, message, usage = await self._ask(messages, turn.answer)
-            if before:
-                details = usage.prompt_tokens_details
-                cached = details.cached_tokens if details is not None else None
-                returns.append(Return(first - asked, before, cached or 0))
-            before = usage.prompt_tokens + usage.completion_tokens
-            await clock.sleep(turn.gap)
-            result = self._text(turn.result - _AROUND.result)
-            call = message["tool_calls"][0]
-            messages += [
-                message,
-                {"role": "tool", "tool_call_id": call["id"], "content": result},
-            ]
-        return returns, before
+    messages: list[Any] = [{"role": "user", "content": write(turns[0].prompt - _AROUND.prompt)}]
+    returns: list[Return] = []
+    before = 0
+    for turn in turns:
+        asked = clock.now()
+        first, message, usage = await _ask(client, messages, turn.answer)
+        if before:
+            details = usage.prompt_tokens_details
+            cached = details.cached_tokens if details is not None else None
+            returns.append(Return(first - asked, before, cached or 0))
+        before = usage.prompt_tokens + usage.completion_tokens
+        await clock.sleep(turn.gap)
+        result = write(turn.result - _AROUND.result)
+        call_id = message["tool_calls"][0]["id"]
+        messages += [message, {"role": "tool", "tool_call_id": call_id, "content": result}]
+    return returns, before
 
-    def _text(self, words: int) -> str:
-        return " ".join(self._dice.choices(self._words, k=max(1, words)))
 
-    async def _ask(self, messages: list[Any], tokens: int) -> tuple[float, dict[str, Any], Any]:
-        """Return the time of the first token, the answer as a message, and the usage."""
-        words = max(1, tokens - _AROUND.answer)
-        # The client's types do not know these arguments.
-        create: Any = self._client.chat.completions.create
-        answer: Any = await create(
-            model="default",
-            messages=messages,
-            tools=[_TOOL],
-            temperature=0,
-            max_tokens=tokens + 60,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"regex": _words(words) + re.escape(_CALL)},
-        )
-        first, content = 0.0, ""
-        usage: Any = None
-        call: dict[str, Any] = {"arguments": ""}
-        async for chunk in answer:
-            first = first or clock.now()
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                content += choice.delta.content or ""
-                for part in choice.delta.tool_calls or ():
-                    call["id"] = part.id or call["id"]
-                    call["name"] = part.function.name or call["name"]
-                    call["arguments"] += part.function.arguments or ""
-        function = {"name": call["name"], "arguments": call["arguments"]}
-        calls: list[Any] = [{"id": call["id"], "type": "function", "function": function}]
-        return first, {"role": "assistant", "content": content, "tool_calls": calls}, usage
+async def _ask(
+    client: openai.AsyncOpenAI, messages: list[Any], tokens: int
+) -> tuple[float, dict[str, Any], Any]:
+    """Return the time of the first token, the answer as a message, and the usage."""
+    # The client's types do not know these arguments.
+    create: Any = client.chat.completions.create
+    answer: Any = await create(
+        model="default",
+        messages=messages,
+        tools=[_TOOL],
+        temperature=0,
+        max_tokens=tokens + 60,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"regex": _words(max(1, tokens - _AROUND.answer)) + re.escape(_CALL)},
+    )
+    first, content = 0.0, ""
+    usage: Any = None
+    call: dict[str, Any] = {"arguments": ""}
+    async for chunk in answer:
+        first = first or clock.now()
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            for part in choice.delta.tool_calls or ():
+                call["id"] = part.id or call["id"]
+                call["name"] = part.function.name or call["name"]
+                call["arguments"] += part.function.arguments or ""
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    calls: list[Any] = [{"id": call["id"], "type": "function", "function": function}]
+    return first, {"role": "assistant", "content": content, "tool_calls": calls}, usage
 
 
 def _words(count: int) -> str:
@@ -169,25 +152,23 @@ def openai_client(engine: EngineClient) -> openai.AsyncOpenAI:
     )
 
 
-def scaled(turns: Sequence[RecordedTurn], factor: float) -> list[RecordedTurn]:
-    """Divide all lengths and gaps of turns by a factor."""
-    return [
-        RecordedTurn(
-            max(_AROUND.prompt + 1, round(turn.prompt / factor)),
-            max(_AROUND.answer + 1, round(turn.answer / factor)),
-            max(_AROUND.result + 1, round(turn.result / factor)),
-            turn.gap / factor,
-        )
-        for turn in turns
-    ]
-
-
 def chosen_agents(options: argparse.Namespace) -> list[list[RecordedTurn]]:
-    """Return the agents of a command line, evenly from short to long ones."""
-    agents = load_agents()
+    """Return a command line's agents, evenly from short to long ones, with scaled turns."""
+    agents, scale = load_agents(), options.scale
     step = len(agents) / options.agents
     places = [int((number + 0.5) * step) for number in range(options.agents)]
-    return [scaled(agents[place][: options.turns], options.scale) for place in places]
+    return [
+        [
+            RecordedTurn(
+                max(_AROUND.prompt + 1, round(turn.prompt / scale)),
+                max(_AROUND.answer + 1, round(turn.answer / scale)),
+                max(_AROUND.result + 1, round(turn.result / scale)),
+                turn.gap / scale,
+            )
+            for turn in agents[place][: options.turns]
+        ]
+        for place in places
+    ]
 
 
 def tokens_of(turns: Sequence[RecordedTurn]) -> int:
@@ -205,7 +186,7 @@ async def replay(
     async with openai_client(engine) as client:
 
         async def run(number: int) -> tuple[list[Return], int]:
-            return await Agent(client, words, random.Random(seed + number)).play(agents[number])
+            return await play(client, agents[number], words, random.Random(seed + number))
 
         played = await run_concurrently(run, range(len(agents)))
     returns = [each for one, _ in played for each in one]
@@ -222,14 +203,7 @@ ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class AgentsRow:
-    """One way, over all rounds; times in seconds.
-
-    Attributes:
-        found: share of returns that find at least 95 % of the previous prompt and its answer.
-        mean, p50, p90, p99: times to the first token of returns.
-        of_stock: ``mean`` over stock SGLang's.
-        seconds: time until the last agent ended.
-    """
+    """One way, over all rounds; times in seconds."""
 
     way: Annotated[str, Column("")]
     found: Annotated[float, Column("found", "{:.1%}")]
@@ -251,17 +225,18 @@ def summarise(rounds: dict[str, list[Replay]]) -> list[AgentsRow]:
     for way, replays in rounds.items():
         returns = [each for one in replays for each in one.returns]
         times = [each.seconds for each in returns]
-        row = AgentsRow(
-            way=way,
-            found=mean(each.is_found for each in returns),
-            mean=mean(times),
-            of_stock=mean_seconds(way) / mean_seconds("stock"),
-            p50=percentile(times, 0.5),
-            p90=percentile(times, 0.9),
-            p99=percentile(times, 0.99),
-            seconds=mean(one.seconds for one in replays),
+        rows.append(
+            AgentsRow(
+                way=way,
+                found=mean(each.is_found for each in returns),
+                mean=mean(times),
+                of_stock=mean(times) / mean_seconds("stock"),
+                p50=percentile(times, 0.5),
+                p90=percentile(times, 0.9),
+                p99=percentile(times, 0.99),
+                seconds=mean(one.seconds for one in replays),
+            )
         )
-        rows.append(row)
     return rows
 
 

@@ -33,18 +33,11 @@ LINKED = "linked"
 
 @dataclass(frozen=True, slots=True)
 class HandoffCell:
-    """The figures of one workload; medians over rounds, in seconds.
+    """The figures of one workload (docs/benchmarks.md); medians over rounds, in seconds.
 
     Attributes:
-        seconds: T of Eq. 6, by way: each baseline, and ``linked``.
-        speedup: T of each baseline over T linked.
-        decode: A's decode time T_A, as paced.
-        prefill: P_B = T - T_A of the better baseline.
-        floor: time to B's first token if everything before A's last token is cached.
-        bound: min(decode, prefill - floor), Eq. 4.
-        hidden: T of the better baseline - T linked.
+        seconds, speedup: T by way, and T of each baseline over T linked.
         hidden_fraction: ``hidden`` over ``bound``; ``None`` unless the bound is above 0.
-        late_tokens: prompt tokens left to compute when B's linked request came.
         overrun: share of a modelled GPU's time by which forwards were computed too late.
     """
 
@@ -105,14 +98,7 @@ def summarise_cell(
 
 @dataclass(frozen=True, slots=True)
 class GridSummary:
-    """The figures of all cells of a grid.
-
-    Attributes:
-        won: number of cells in which linking is at least as fast, by baseline.
-        speedups: the least, the median and the greatest speed-up, by baseline.
-        worth_hiding: number of cells whose bound is above a tenth of the sequential time.
-        well_hidden: number of these cells with a hidden fraction of at least 0.95.
-    """
+    """The figures of all cells of a grid; by baseline, the cells won and the range of speed-ups."""
 
     cells: int
     won: Mapping[str, int]

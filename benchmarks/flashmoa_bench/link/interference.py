@@ -44,11 +44,8 @@ class Load:
     """Pipelines that arrive one after another at equal intervals, and a stranger.
 
     Attributes:
-        pipelines: number of pipelines in all.
-        prefix, upstream: tokens of each pipeline's prefix and upstream agent; nothing is shared.
-        tokens: tokens of each of the stranger's answers.
-        prompt: tokens of each of the stranger's prompts.
-        answer: tokens of each pipeline's answer.
+        prefix, upstream, answer: tokens of each pipeline's prefix, A's answer and B's answer.
+        prompt, tokens: tokens of each of the stranger's prompts and answers.
         tps: tokens per second of an upstream agent.
         at_once: number of upstream agents that write at the same time.
     """
@@ -96,13 +93,7 @@ class LoadRound:
 class Neighbours:
     """One way's figures, in seconds; over all rounds together.
 
-    Attributes:
-        gap, gap_p99, longest_gap: time between two tokens of the stranger.
-        completion, completion_p99: time from a request of the stranger to its last token.
-        completion_mean: mean of these times, since the few answers meet different loads.
-        answers: number of the stranger's answers.
-        pipeline, pipeline_p99: time from A's first token to B's last; ``None`` without pipelines.
-        of_stock: some of these figures over stock SGLang's.
+    ``completion_mean`` matters, because a round has few answers, under different loads.
     """
 
     way: Annotated[str, Column("")]
@@ -124,8 +115,8 @@ async def _measure(report: Report) -> None:
     mixed = mixed_roles(options.stock_forwards)
     async with report.connect([*ROLES, *mixed.values()], load.pool_tokens + 4096) as engines:
         dice = random.Random(options.seed)
-        names = {STOCK: "stock", **{way: role.name for way, role in mixed.items()}}
-        stock = {way: (name, True, False) for way, name in names.items() if name in engines}
+        named = {STOCK: ROLES[0], **mixed}
+        stock = {way: (r.name, True, False) for way, r in named.items() if r.name in engines}
         ways = stock | _WAYS
 
         async def run(way: str) -> LoadRound:

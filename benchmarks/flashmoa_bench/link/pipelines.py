@@ -21,7 +21,7 @@ from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines
 from flashmoa_bench.harness.modelled_gpus import read_devices, worst_overrun
 from flashmoa_bench.harness.report import progress_bar
-from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, ask_batch, random_ids
+from flashmoa_bench.harness.requests import TimedAnswer, ask, ask_batch, feeding, random_ids
 from flashmoa_bench.harness.rounds import run_concurrently
 
 PipelineWay = Literal["sequential", "batch", "linked"]
@@ -36,7 +36,6 @@ class Workload:
         tps: tokens per second of each upstream agent.
         prefix: known tokens, which the pipelines of a round share.
         upstream: tokens that each upstream agent writes; nothing is shared.
-        concurrency: number of pipelines at once.
     """
 
     tps: float
@@ -145,12 +144,9 @@ async def ask_downstream(
     Args:
         linked: whether A's tokens are fed into B's prompt stream as they come (Algorithm 1).
     """
-    if not linked:
+    async with feeding(engine, pipeline.prefix, pipeline.written, is_linked=linked) as claim:
         await clock.sleep_until(pipeline.end)
-        return await ask(engine, pipeline.prompt, tokens)
-    async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
-        await clock.sleep_until(pipeline.end)
-        return await ask(engine, pipeline.prompt, tokens, feeder.claim())
+        return await ask(engine, pipeline.prompt, tokens, claim())
 
 
 async def _measure_floor(

@@ -8,7 +8,7 @@ also with mixed chunks of other sizes, and with FlashMoA's shortest-job-first, i
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from flashmoa_bench.harness.command_line import (
 )
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Column, Report
-from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
+from flashmoa_bench.harness.requests import TimedAnswer, ask, feeding, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
 from flashmoa_bench.link.pipelines import SUFFIX_TOKENS
 
@@ -120,37 +120,29 @@ async def play(
     started = clock.now()
 
     async def run(workflow: WorkflowCalls) -> float:
-        await (_run_linked if linked else _run_sequentially)(engine, workflow)
+        await _run(engine, workflow, linked)
         return clock.now() - started
 
     return await run_concurrently(run, batch)
 
 
-async def _run_sequentially(engine: EngineClient, workflow: WorkflowCalls) -> None:
-    before = TimedAnswer()
-    for call in workflow:
-        before = await ask(engine, [*call.prefix, *before.ids, *call.suffix], call.output)
-
-
-async def _run_linked(engine: EngineClient, workflow: WorkflowCalls) -> None:
-    """Open the later agents' streams at the start, and feed them the text that is being written."""
-    answers = [TimedAnswer() for _ in workflow]
+async def _run(engine: EngineClient, workflow: WorkflowCalls, linked: bool) -> None:
+    """Run a workflow. If it is linked, the later agents' streams open at the start."""
+    before, answers = TimedAnswer(), [TimedAnswer() for _ in workflow]
     async with AsyncExitStack() as stack:
-        feeders: list[Feeder | None] = [None]
-        for before, call in zip(answers, workflow[1:], strict=False):
-            feeder = Feeder(
+        claims: list[Callable[[], str | None]] = [lambda: None]
+        for answer, call in zip(answers, workflow[1:], strict=False):
+            stream = feeding(
                 engine,
                 call.prefix,
-                lambda before=before: before.ids,
+                lambda answer=answer: answer.ids,
                 expected_output_tokens=call.output,
+                is_linked=linked,
             )
-            feeders.append(await stack.enter_async_context(feeder))
-        before = TimedAnswer()
-        for call, answer, feeder in zip(workflow, answers, feeders, strict=True):
+            claims.append(await stack.enter_async_context(stream))
+        for call, answer, claim in zip(workflow, answers, claims, strict=True):
             prompt = [*call.prefix, *before.ids, *call.suffix]
-            stream = feeder.claim() if feeder is not None else None
-            await ask(engine, prompt, call.output, stream, answer)
-            before = answer
+            before = await ask(engine, prompt, call.output, claim(), answer)
 
 
 ROLES = (

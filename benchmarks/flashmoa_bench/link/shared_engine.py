@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
@@ -22,7 +21,7 @@ from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, mixed_roles, stock_forwards
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Column, Report
-from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
+from flashmoa_bench.harness.requests import TimedAnswer, ask, feeding, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 
 ROLES = (
@@ -94,17 +93,6 @@ class ChainRow:
     late: Annotated[float, Column("late", "{:.0f}")]
 
 
-def make_ways(mixed: Mapping[str, Role]) -> dict[str, tuple[str, str]]:
-    """Return the engine's role and the text that is prefilled ahead, by way."""
-    return {
-        "stock": ("stock", ""),
-        "stock mixed": ("stock_mixed", ""),
-        **{way: (role.name, "") for way, role in mixed.items()},
-        "known": ("flashmoa", "known"),
-        "linked": ("flashmoa", "all"),
-    }
-
-
 async def _measure(report: Report) -> None:
     options = report.options
     all_chains = [Chains.read(row) for row in options.rows]
@@ -113,7 +101,14 @@ async def _measure(report: Report) -> None:
     async with report.connect(
         [*ROLES[:2], *mixed.values(), ROLES[2]], 4096 + max(needs)
     ) as engines:
-        ways = {way: each for way, each in make_ways(mixed).items() if each[0] in engines}
+        ways = {
+            "stock": ("stock", ""),
+            "stock mixed": ("stock_mixed", ""),
+            **{way: (role.name, "") for way, role in mixed.items()},
+            "known": ("flashmoa", "known"),
+            "linked": ("flashmoa", "all"),
+        }
+        ways = {way: each for way, each in ways.items() if each[0] in engines}
         rows = await _play_all(engines, all_chains, ways, report)
     report.show(
         "Chains of two agents on one engine, seconds",
@@ -128,7 +123,7 @@ async def _measure(report: Report) -> None:
 async def _play_all(
     engines: Engines,
     all_chains: Sequence[Chains],
-    ways: Mapping[str, tuple[str, str]],
+    ways: Mapping[str, tuple[str, str]],  # The engine's role, and the text prefilled ahead.
     report: Report,
 ) -> list[ChainRow]:
     options, dice = report.options, random.Random(report.options.seed)
@@ -163,15 +158,9 @@ async def _play(engine: EngineClient, chains: Chains, dice: random.Random, ahead
     first, second = TimedAnswer(), TimedAnswer()
     started = clock.now()
     source = first.ids if ahead == "all" else []
-    async with AsyncExitStack() as stack:
-        stream = None
-        feeder = Feeder(engine, known, lambda: source) if ahead else None
-        if feeder is not None:
-            await stack.enter_async_context(feeder)
+    async with feeding(engine, known, lambda: source, is_linked=bool(ahead)) as claim:
         await ask(engine, prompt, chains.answers[0], into=first)
-        if feeder is not None:
-            stream = feeder.claim()
-        await ask(engine, [*known, *first.ids], chains.answers[1], stream, second)
+        await ask(engine, [*known, *first.ids], chains.answers[1], claim(), second)
     return ChainRun(second.last - started, second.first - first.last, second.late_tokens)
 
 

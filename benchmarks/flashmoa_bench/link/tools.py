@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
@@ -25,7 +24,7 @@ from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive, positive_float
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Column, Report
-from flashmoa_bench.harness.requests import Feeder, ask, random_ids
+from flashmoa_bench.harness.requests import ask, feeding, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
 
 
@@ -71,12 +70,7 @@ class ToolAgents:
 
 @dataclass(frozen=True, slots=True)
 class AfterTools:
-    """A request after tools.
-
-    Attributes:
-        seconds: time to its first token.
-        prompt, late: all prompt tokens, and tokens computed after the request came.
-    """
+    """A request after tools; ``late`` prompt tokens were computed after it came."""
 
     seconds: float
     prompt: int
@@ -113,17 +107,15 @@ async def _play_agent(
         start = random_ids(dice, load.prompt) if load.reflects else known[: load.prompt]
         known = [*start, *known[load.prompt :], *answer.ids]
         results: list[int] = []
-        async with AsyncExitStack() as stack:
-            feeder = Feeder(engine, known, lambda results=results: results) if is_linked else None
-            if feeder is not None:
-                await stack.enter_async_context(feeder)
+        async with feeding(
+            engine, known, lambda results=results: results, is_linked=is_linked
+        ) as claim:
             called = clock.now()
             for tool in load.tools:
                 await clock.sleep_until(called + dice.uniform(tool.least, tool.most))
                 results += random_ids(dice, tool.tokens)
             known, asked = [*known, *results], clock.now()
-            stream = feeder.claim() if feeder is not None else None
-            answer = await ask(engine, known, load.answer, stream)
+            answer = await ask(engine, known, load.answer, claim())
         requests.append(AfterTools(answer.first - asked, len(known), answer.late_tokens))
     return requests
 
@@ -137,11 +129,7 @@ async def _send_strangers(engine: EngineClient, load: ToolAgents, dice: random.R
 
 
 async def measure_alone(engine: EngineClient, tokens: int, late: int, dice: random.Random) -> float:
-    """Return the seconds to the first token of one prompt on an idle engine.
-
-    Args:
-        tokens, late: all tokens of the prompt, and tokens that are not in the cache.
-    """
+    """Return an idle engine's seconds to the first token if ``late`` tokens are not cached."""
     await engine.flush_cache()
     prompt: Sequence[int] = random_ids(dice, tokens)
     if late < tokens:
@@ -159,16 +147,9 @@ WORKLOADS = ("strangers", "pressure", "parallel", "reflection")
 @dataclass(frozen=True, slots=True)
 class ToolsRow:
     """One way of a workload, over its requests after tools; in seconds and tokens.
-
     Attributes:
         median, p90: medians over rounds of the median and the 90th percentile to first tokens.
-        of_stock: ``median`` over stock SGLang's.
         mean: mean over all requests.
-        kept: share of requests with less than half of their tokens computed after they came.
-        late: median number of prompt tokens that were computed after the request came.
-        computed: time to the first token, for one agent on an idle engine, if everything that stock
-            SGLang can miss is computed.
-        bound: the same if only the last tool's result is computed.
     """
 
     workload: Annotated[str, Column("workload")]

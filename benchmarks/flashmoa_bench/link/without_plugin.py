@@ -36,15 +36,7 @@ _WORDS = ("river", "temple", "trail", "valley", "market", "bridge", "garden", "h
 
 @dataclass(frozen=True, slots=True)
 class ChainRound:
-    """One chain of two agents.
-
-    Attributes:
-        handoff: seconds from A's last token to B's first.
-        whole: seconds from A's request to B's first token.
-        cached, prompt: cached tokens and all tokens of B's prompt.
-        steps: number of times that the link sent text.
-        text: both agents' answers.
-    """
+    """One chain of two agents: its times in seconds, B's prompt, the link's steps and the texts."""
 
     handoff: float
     whole: float

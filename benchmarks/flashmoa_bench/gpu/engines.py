@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -126,10 +126,6 @@ class GpuEngines:
     async def stop(self, name: str) -> None:
         await self._running.pop(name).stop()
 
-    async def stop_all(self) -> None:
-        for name in list(self._running):
-            await self.stop(name)
-
     async def _start(self, name: str, wanted: Wanted, delay: float) -> None:
         await anyio.sleep(delay)
         for way in list(self._ways):
@@ -232,6 +228,7 @@ async def gpu_engines(
         limit: seconds that one try to start an engine may take.
     """
     engines = GpuEngines(ways, logs, apart, limit)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(engines.stop_all)
+    try:
         yield engines
+    finally:
+        await engines.use({})

@@ -20,10 +20,6 @@ from flashmoa_bench.harness.modelled_gpus import slowdown
 from flashmoa_bench.plan.planning import plan
 from flashmoa_bench.plan.result import PlanResult, show
 
-_DESCRIPTION = """\
-Run a team on engines that take the time of GPUs which are not here, unlinked and linked.
-It needs no GPU; see docs/plan.md."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Plan a team, and print what linking it saves. Return the exit status."""
@@ -55,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flashmoa plan",
-        description=_DESCRIPTION,
+        description="Run a team on engines that take the time of GPUs which are not here, unlinked "
+        "and linked.\nIt needs no GPU; see docs/plan.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

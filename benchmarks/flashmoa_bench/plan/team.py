@@ -288,7 +288,8 @@ def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
             "and a modelled engine says nothing; give a RoundRobinGroupChat or GraphFlow with the "
             "turns that you expect"
         )
-    if not _ends(team):
+    is_acyclic = isinstance(team, GraphFlow) and not team._graph.get_has_cycles()
+    if team._max_turns is None and not is_acyclic:
         name = f"team {team.name}" if within is None else f"inner team of {within}"
         remedy = "give --max-turns N" if within is None else "give it max_turns in the file"
         raise PlanError(
@@ -307,9 +308,3 @@ def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
         inner = agent._team if isinstance(agent, SocietyOfMindAgent) else agent
         if isinstance(inner, BaseGroupChat):
             check_plannable(inner, agent.name)
-
-
-def _ends(team: BaseGroupChat) -> bool:
-    if team._max_turns is not None:
-        return True
-    return isinstance(team, GraphFlow) and not team._graph.get_has_cycles()

@@ -97,7 +97,6 @@ def read(file: Path) -> list[Snippet]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-            continue
         try:
             _, mean, snippet = line.split("\t", 2)
             sentiment = float(mean)
@@ -122,7 +121,13 @@ async def _ask_all(
         scores = await scorer.score(messages, [one for own in spellings.values() for one in own])
         known = dict(zip(scores.candidates, scores.probabilities, strict=True))
         shares = [sum(known[one] for one in spellings[label]) for label in labels]
-        decoded = await _decode(engine, messages, tokens)
+        settings: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": tokens,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+        async with engine.chat(messages, **settings) as deltas:
+            decoded = "".join([delta.text async for delta in deltas])
         return Outcome(
             right=0 if snippet.positive else 1,
             scored=shares.index(max(shares)),
@@ -131,16 +136,6 @@ async def _ask_all(
         )
 
     return summarise(name, await run_concurrently(ask, snippets, limit=8))
-
-
-async def _decode(engine: EngineClient, messages: Sequence[dict[str, Any]], tokens: int) -> str:
-    settings: dict[str, Any] = {
-        "temperature": 0,
-        "max_tokens": tokens,
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    async with engine.chat(messages, **settings) as deltas:
-        return "".join([delta.text async for delta in deltas])
 
 
 def find_label(answer: str, labels: Sequence[str]) -> int | None:

@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Annotated
 
 import anyio
 
-from flashmoa.engine import EngineClient, KvState
+from flashmoa.engine import EngineClient
 from flashmoa.errors import EngineError
 from flashmoa.router.flops import UnknownShape, true_flops
 from flashmoa_bench.harness.command_line import Option, command, positive
@@ -52,13 +51,12 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
-    """The figures of forwards of one size on one engine; seconds are medians over rounds.
+    """One engine's figures for forwards of one size; seconds are medians over rounds.
 
     Attributes:
         of_resident: throughput over the throughput with experts on the device.
-        exposed: additional seconds of the forward over the forward with experts on the device.
-        teraflops: teraFLOPs per second; ``None`` if the model's shape is unknown.
-        mfu: ``teraflops`` over the device's peak; ``None`` without a peak.
+        exposed: additional seconds over the forward with experts on the device.
+        teraflops, mfu: per second, and over the peak; ``None`` if the shape or peak is unknown.
     """
 
     tokens: Annotated[int, Column("tokens", "{:,}")]
@@ -78,7 +76,6 @@ class EngineMemory:
     Attributes:
         device_experts, host_experts: experts on the device and in host memory; ``None`` if unknown.
         misses: how often a layer waited for experts that were not being copied.
-        kv: the KV pool.
     """
 
     way: Annotated[str, Column("")]
@@ -150,7 +147,11 @@ async def _play_all(engines: Engines, report: Report) -> Seconds:
     seconds: Seconds = {way: {} for way in ways}
 
     async def run(way: str, size: int) -> float:
-        return await _run_batch(engines[way], make_batch(size, options.prompt, dice))
+        await engines[way].flush_cache()
+        prompts = make_batch(size, options.prompt, dice)
+        started = time.perf_counter()
+        answers = await ask_batch(engines[way], prompts)
+        return max(answer.first for answer in answers) - started
 
     with RoundPlayer(report.console, options.repeats, len(ways) * len(sizes)) as player:
         for size in sizes:
@@ -158,14 +159,6 @@ async def _play_all(engines: Engines, report: Report) -> Seconds:
             for way, each in rounds.items():
                 seconds[way][size] = each
     return seconds
-
-
-async def _run_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the seconds until the last prompt of a batch has its first token."""
-    await engine.flush_cache()
-    started = time.perf_counter()
-    answers = await ask_batch(engine, prompts)
-    return max(answer.first for answer in answers) - started
 
 
 async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
@@ -177,17 +170,19 @@ async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
     ranks = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
     reported = [rank.experts for rank in ranks.values() if rank.experts is not None]
     whole = next((experts.resident + experts.on_host for experts in reported), None)
-    return [_memory_of(way, rank, whole) for way, rank in ranks.items()]
-
-
-def _memory_of(way: str, rank: KvState, whole: int | None) -> EngineMemory:
-    if rank.experts is None:
+    rows: list[EngineMemory] = []
+    for way, rank in ranks.items():
+        experts = rank.experts
+        if experts is not None:
+            on_device = experts.resident + experts.in_slots
+            rows.append(
+                EngineMemory(way, on_device, experts.on_host, experts.misses, rank.kv_bytes)
+            )
+            continue
         # SGLang does not report which weights --cpu-offload-gb has moved to the host.
         known = (None, None) if way == _OFFLOAD.name else (whole, 0)
-        return EngineMemory(way, *known, 0, rank.kv_bytes)
-    experts = rank.experts
-    on_device = experts.resident + experts.in_slots
-    return EngineMemory(way, on_device, experts.on_host, experts.misses, rank.kv_bytes)
+        rows.append(EngineMemory(way, *known, 0, rank.kv_bytes))
+    return rows
 
 
 async def _find_config(engine: EngineClient) -> Path | None:

@@ -8,25 +8,24 @@ FlashMoA scores two candidates. ``flashmoa bench router-measured`` has several e
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from flashmoa_bench.harness.command_line import Option, command, positive
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report
 from flashmoa_bench.harness.rounds import RoundPlayer
 from flashmoa_bench.prefill.mix import TABLE_2, Mix
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
     PrefillRequest,
-    ScoreSender,
     SendFunction,
-    TokenSender,
     median_seconds,
     play,
+    score_sender,
     summarise,
     to_requests,
+    token_sender,
     unique_tokens,
 )
 
@@ -43,15 +42,16 @@ async def _measure(report: Report) -> None:
     requests = make_requests(options)
     roles = [replace(role, arguments=_arguments(role, options)) for role in ROLES]
     async with report.connect(roles, options.kv_tokens) as engines:
-        send = partial(_play, engines, requests, options.concurrency)
+
+        async def send(way: str, sender: SendFunction) -> PrefillPass:
+            await engines[way].flush_cache()
+            return await play([sender], requests, options.concurrency)
+
         # The first pass has log-probabilities, to compare the other passes with.
-        stock = TokenSender(engines[FCFS], logprobs=True)
-        expected = (await send(FCFS, stock)).answers
+        expected = (await send(FCFS, token_sender(engines[FCFS], logprobs=True))).answers
         likeliest = {name: answer.token for name, answer in expected.items()}
-        senders: dict[str, SendFunction] = {
-            name: TokenSender(engines[name]) for name in (FCFS, LPM) if name in engines
-        }
-        senders[OURS] = ScoreSender(engines[OURS], likeliest)
+        senders = {name: token_sender(engines[name]) for name in (FCFS, LPM) if name in engines}
+        senders[OURS] = score_sender(engines[OURS], likeliest)
 
         async def run(way: str) -> PrefillPass:
             return await send(way, senders[way])
@@ -72,17 +72,6 @@ def _arguments(role: Role, options: argparse.Namespace) -> tuple[str, ...]:
     size = options.forward if role.plugin else options.stock_forward or options.forward
     tokens = str(max(1, round(size * options.lengths)))
     return *role.arguments, "--chunked-prefill-size", tokens, "--max-prefill-tokens", tokens
-
-
-async def _play(
-    engines: Engines,
-    requests: Sequence[PrefillRequest],
-    limit: int,
-    name: str,
-    sender: SendFunction,
-) -> PrefillPass:
-    await engines[name].flush_cache()
-    return await play([sender], requests, limit)
 
 
 def make_requests(options: argparse.Namespace) -> list[PrefillRequest]:

@@ -104,10 +104,8 @@ class ListRow:
     """The figures of one way and one length of lists; medians over rounds.
 
     Attributes:
-        rounds: seconds of each round.
         gain: items per second over the fastest stock engine's.
-        bound: measured seconds of one forward with the query once and each item once
-            (:func:`forward_seconds`).
+        bound: measured seconds of one forward with the query once and each item once.
         difference: largest difference of a score from stock SGLang's; ``None`` from a model with
             another kind of scores.
     """
@@ -142,16 +140,20 @@ async def _measure(report: Report) -> None:
 
 def _make_roles(options: argparse.Namespace) -> list[Role]:
     stock, ours, embedding = ROLES
-    roles = [stock, *map(_stock_with_forwards, options.stock_forwards), ours]
+    sized = [
+        Role(
+            f"{STOCK}_{tokens}",
+            plugin=False,
+            arguments=("--chunked-prefill-size", str(tokens)),
+            optional=True,
+        )
+        for tokens in options.stock_forwards
+    ]
+    roles = [stock, *sized, ours]
     if not options.device:
         shape = f"{options.shape}_{CROSS_ENCODER}"
         roles += (embedding, replace(_CROSS_ENCODER, shape=shape))
     return roles
-
-
-def _stock_with_forwards(tokens: int) -> Role:
-    arguments = ("--chunked-prefill-size", str(tokens))
-    return Role(f"{STOCK}_{tokens}", plugin=False, arguments=arguments, optional=True)
 
 
 async def _play_all(engines: Engines, http: httpx.AsyncClient, report: Report) -> list[ListRow]:
@@ -175,10 +177,9 @@ async def _play_all(engines: Engines, http: httpx.AsyncClient, report: Report) -
                 return await ask_list(http, engine.url, way, body)
 
             answers = await player.play(ways, run, f"{count} items")
-            unique = options.query + count * options.item
-            rows += summarise(
-                count, answers, forward_seconds(costs.points if costs else [], unique)
-            )
+            tokens = options.query + count * options.item
+            bound = forward_seconds(costs.points if costs else [], tokens)
+            rows += summarise(count, answers, bound)
     return rows
 
 

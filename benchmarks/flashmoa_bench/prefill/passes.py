@@ -62,26 +62,18 @@ class _Generated(BaseModel):
     output_ids: list[int] = []
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSender:
-    """Asks SGLang for one greedy token, and optionally for its log-probability."""
+def token_sender(engine: EngineClient, *, logprobs: bool = False) -> SendFunction:
+    """Make a function that asks SGLang for one greedy token, as without FlashMoA."""
 
-    engine: EngineClient
-    logprobs: bool = False
-
-    async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
+    async def send(request: PrefillRequest) -> PrefillAnswer:
         sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-        body = {
-            "input_ids": request.ids,
-            "sampling_params": sampling,
-            "return_logprob": self.logprobs,
-        }
-        answer = await self.engine.ask("POST", "/generate", _Generated, body)
-        meta = answer.meta_info
-        logprob = meta["output_token_logprobs"][0][0] if self.logprobs else None
-        return PrefillAnswer(
-            answer.output_ids[0], logprob, meta["prompt_tokens"], meta["cached_tokens"]
-        )
+        body = {"input_ids": request.ids, "sampling_params": sampling, "return_logprob": logprobs}
+        answer = await engine.ask("POST", "/generate", _Generated, body)
+        meta, token = answer.meta_info, answer.output_ids[0]
+        logprob = meta["output_token_logprobs"][0][0] if logprobs else None
+        return PrefillAnswer(token, logprob, meta["prompt_tokens"], meta["cached_tokens"])
+
+    return send
 
 
 async def prefill(engine: EngineClient, ids: Sequence[int], **fields: Any) -> Mapping[str, Any]:
@@ -95,46 +87,41 @@ async def prefill(engine: EngineClient, ids: Sequence[int], **fields: Any) -> Ma
     return (await engine.ask("POST", "/generate", _Generated, body)).meta_info
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSender:
-    """Asks any SGLang, or a router, for the likelier of two candidates, like ScoreSender."""
+def prefill_sender(engine: EngineClient, likeliest: Mapping[str, int]) -> SendFunction:
+    """Make a function that asks any SGLang, or a router, like :func:`score_sender`."""
 
-    engine: EngineClient
-    likeliest: Mapping[str, int]
-
-    async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
-        candidates = _candidates(self.likeliest[request.name])
-        meta = await prefill(self.engine, request.ids, token_ids_logprob=candidates)
+    async def send(request: PrefillRequest) -> PrefillAnswer:
+        candidates = _candidates(likeliest[request.name])
+        meta = await prefill(engine, request.ids, token_ids_logprob=candidates)
         found = {token: logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
         best = max(candidates, key=lambda token: found[token])
         prompt, cached = meta["prompt_tokens"], meta["cached_tokens"]
         return PrefillAnswer(best, found[candidates[0]], prompt, cached)
+
+    return send
 
 
 def _candidates(likeliest: int) -> list[int]:
     return [likeliest, likeliest - 1 if likeliest else 1]
 
 
-class ScoreSender:
-    """Asks :mod:`flashmoa.scoring` for the likelier of two candidates.
+def score_sender(engine: EngineClient, likeliest: Mapping[str, int]) -> SendFunction:
+    """Make a function that asks :mod:`flashmoa.scoring` for the likelier of two candidates.
 
     Args:
-        likeliest: the likeliest first token of each request, by name; the first candidate.
+        likeliest: each request's likeliest first token, by name. It is the first candidate.
     """
+    # play() limits the number of requests at once.
+    scorer = Scorer(engine, concurrency=len(likeliest))
 
-    def __init__(self, engine: EngineClient, likeliest: Mapping[str, int]) -> None:
-        # play() limits the number of requests at once.
-        self._scorer = Scorer(engine, concurrency=len(likeliest))
-        self._likeliest = likeliest
-
-    async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
-        candidates = _candidates(self._likeliest[request.name])
-        scores = await self._scorer.score(request.ids, [[token] for token in candidates])
-        place = scores.logprobs.index(max(scores.logprobs))
+    async def send(request: PrefillRequest) -> PrefillAnswer:
+        candidates = _candidates(likeliest[request.name])
+        scores = await scorer.score(request.ids, [[token] for token in candidates])
+        best = candidates[scores.logprobs.index(max(scores.logprobs))]
         usage = scores.usage
-        return PrefillAnswer(
-            candidates[place], scores.logprobs[0], usage.prompt_tokens, usage.cached_tokens
-        )
+        return PrefillAnswer(best, scores.logprobs[0], usage.prompt_tokens, usage.cached_tokens)
+
+    return send
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +208,7 @@ class PassRow:
 
     Attributes:
         seconds: time until everything was answered; ``rounds`` has it for each round.
-        computed: number of computed prompt tokens.
-        duplicates: ``computed`` over the number of unique prompt tokens.
+        duplicates: ``computed`` prompt tokens over the number of unique prompt tokens.
         p50, p99: percentiles of a request's seconds, over all rounds.
         gain: throughput over the reference's throughput.
     """

@@ -28,8 +28,8 @@ from flashmoa_bench.prefill.mix import MIXES
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
     PrefillRequest,
-    PrefillSender,
     play,
+    prefill_sender,
     to_requests,
     unique_tokens,
 )
@@ -53,12 +53,7 @@ _FREE = ("seeds", "routers")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCell:
-    """One router's figures for the requests of one seed.
-
-    Attributes:
-        tokens, computed: prompt tokens, and computed prompt tokens.
-        unique: the fewest tokens that the engines could compute.
-    """
+    """One router's figures for one seed; ``unique`` is the fewest tokens to compute."""
 
     router: str
     seed: int
@@ -140,13 +135,13 @@ async def _play(
     likeliest = {request.name: 0 for request in requests}
     limit = options.concurrency * len(clients)
     if router == IN_TURN:
-        return await play([PrefillSender(each, likeliest) for each in clients], requests, limit)
+        return await play([prefill_sender(each, likeliest) for each in clients], requests, limit)
     urls = [engine.url for engine in clients]
     async with (
         routers.start_router(router, urls, SHAPE) as url,
         EngineClient(url) as client,
     ):
-        return await play([PrefillSender(client, likeliest)], requests, limit)
+        return await play([prefill_sender(client, likeliest)], requests, limit)
 
 
 @dataclass(frozen=True, slots=True)

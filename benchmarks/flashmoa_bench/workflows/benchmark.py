@@ -81,13 +81,11 @@ def greedy_client(url: str, model: str, tokens: int) -> FlashMoAChatCompletionCl
 
 @dataclass(frozen=True, slots=True)
 class WorkflowRun:
-    """The times and texts of one copy of a workflow.
+    """One copy's answers by agent, and its times in seconds.
 
     Attributes:
-        seconds: time from the copy's start to its last token.
         response: time from the end of the last upstream answer to the workflow's end.
         decoding: see :func:`decoding_seconds`.
-        texts: the answers, by agent.
     """
 
     seconds: float
@@ -167,24 +165,17 @@ async def play(
         events: list[Event] = []
         started = time.time()
         await workflow.run(clients, way, copy, events.append)
-        return _summarise_run(events, started, workflow.upstream)
+        finished = [event for event in events if isinstance(event, CallFinished)]
+        ended = max(event.at for event in finished)
+        handed_over = max(event.at for event in finished if event.agent in workflow.upstream)
+        return WorkflowRun(
+            seconds=clock.seconds_of(ended - started),
+            response=clock.seconds_of(ended - handed_over),
+            decoding=clock.seconds_of(decoding_seconds(calls(events), started)),
+            texts={event.agent: event.text for event in finished},
+        )
 
     return await run_concurrently(run, range(copies))
-
-
-def _summarise_run(
-    events: Sequence[Event], started: float, upstream: Collection[str]
-) -> WorkflowRun:
-    finished = [event for event in events if isinstance(event, CallFinished)]
-    ended = max(event.at for event in finished)
-    handed_over = max(event.at for event in finished if event.agent in upstream)
-    texts = {event.agent: event.text for event in finished}
-    return WorkflowRun(
-        clock.seconds_of(ended - started),
-        clock.seconds_of(ended - handed_over),
-        clock.seconds_of(decoding_seconds(calls(events), started)),
-        texts,
-    )
 
 
 ROLES = (
@@ -202,13 +193,9 @@ class WorkflowRow:
     """One way's figures, in seconds; medians over rounds of the mean over copies.
 
     Attributes:
-        seconds: time from a copy's start to its last token.
         over_unlinked, over_sequential: ``seconds`` over these ways'; ``None`` if not measured.
         paper: FlashAgents' latency over its baseline's; ``None`` if the paper has none.
-        response: time from the last upstream token to the last token.
-        least: decode time of the critical path, in the way that decodes fastest. No linking can be
-            faster.
-        same: share of texts that equal the texts of the first way's first round.
+        least: decode time of the critical path, in the way that decodes fastest.
     """
 
     workflow: Annotated[str, Column("workflow")]

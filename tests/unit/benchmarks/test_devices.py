@@ -24,7 +24,8 @@ def parse(*argv: str) -> argparse.Namespace:
     return make_parser("any", None, [Role("flashmoa", plugin=True)]).parse_args(argv)
 
 
-def test_engines_are_on_the_device_of_the_command_line() -> None:
+def test_engines_are_on_the_given_device() -> None:
+    assert device_environment(parse(), "flashmoa") == {}
     arguments = parse("--device", "h200_sxm", "--device-tp", "2", "--device-slowdown", "4")
     assert device_environment(arguments, "flashmoa") == {
         "FLASHMOA_DEVICE": "h200_sxm",
@@ -33,10 +34,6 @@ def test_engines_are_on_the_device_of_the_command_line() -> None:
         "FLASHMOA_DEVICE_SLOWDOWN": "4.0",
         "FLASHMOA_DEVICE_WEIGHTS": "bfloat16",
     }
-
-
-def test_without_a_device_engines_are_on_this_cpu() -> None:
-    assert device_environment(parse(), "flashmoa") == {}
 
 
 def test_every_engine_can_have_a_model_of_its_own() -> None:
@@ -56,7 +53,7 @@ def test_every_engine_can_have_a_model_of_its_own() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_clock_of_a_slowed_down_gpu_runs_in_its_time() -> None:
+async def test_the_clock_runs_in_a_slow_gpus_time() -> None:
     with clock.slowed_down(4):
         before, started = clock.now(), time.perf_counter()
         await clock.sleep_until(before + 0.01)
@@ -66,7 +63,7 @@ async def test_the_clock_of_a_slowed_down_gpu_runs_in_its_time() -> None:
     assert clock.seconds_of(8.0) == 8.0
 
 
-def test_engines_that_are_compared_are_slowed_down_alike() -> None:
+def test_compared_engines_are_slowed_down_alike() -> None:
     assert common_slowdown({}) == 1
     assert common_slowdown({"one": device(0), "two": device(0)}) == 2
     with pytest.raises(EngineError, match="by different factors"):
@@ -85,13 +82,13 @@ def device(overrun: float) -> dict[str, Any]:
     }
 
 
-def test_a_run_that_overran_is_refused_and_a_slowdown_proposed() -> None:
+def test_an_overrun_run_is_refused_with_a_slowdown() -> None:
     check_keeps_up({"one": device(0.1), "two": device(0.0)}, "--device-slowdown")
     with pytest.raises(EngineError, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
         check_keeps_up({"one": device(0.1), "two": device(0.3)}, "--device-slowdown")
 
 
-def test_what_an_engine_computed_before_the_run_does_not_count() -> None:
+def test_forwards_before_a_run_do_not_count() -> None:
     during = counted_since(device(0.5), device(0.6) | {"device_seconds": 30.0, "forwards": 150})
     assert (during["forwards"], during["overruns"], during["device_seconds"]) == (50, 0, 20.0)
     check_keeps_up({"one": during}, "--device-slowdown")

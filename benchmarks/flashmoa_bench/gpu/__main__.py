@@ -36,7 +36,7 @@ from flashmoa_bench.harness.engines import random_words
 from flashmoa_bench.harness.report import machine, versions
 
 # Costs without meaning, for engines without streams. With experts in host memory, the measurement
-# takes minutes, in which the engine is busy.
+# would keep the engine busy for minutes.
 _COSTS = Path(__file__).with_name("costs.json")
 
 

@@ -33,7 +33,7 @@ class Sizes:
     Attributes:
         kv, chunk: KV pool and largest forward of an engine.
         streams: number of prompt streams whose answers are compared.
-        prompts: shortest and longest prompt of these streams.
+        prompts: the streams' shortest and longest prompt.
         writing: shortest and longest time, in seconds, to write the unknown part of a prompt.
         load: requests that decode meanwhile.
         handoff, chains, stranger: arguments of the benchmarks of stages 3 and 4.
@@ -232,7 +232,7 @@ async def compare_throughput(
 async def time_forwards(
     engine: EngineClient, sizes: Sizes, dice: random.Random, expected: Expected | None, gpu: str
 ) -> dict[str, Any]:
-    """Measure prefills and decode steps of one engine, and the errors of the modelled times.
+    """Measure an engine's prefills and decode steps, and the errors of the modelled times.
 
     A prefill's time is its time to first token, which includes the request's way.
 
@@ -262,7 +262,7 @@ async def _prefill(engine: EngineClient, tokens: int, dice: random.Random) -> fl
 async def _decode_step(
     engine: EngineClient, requests: int, context: int, dice: random.Random
 ) -> float:
-    """Return the seconds of one decode step of ``requests`` requests."""
+    """Return the seconds of a decode step with ``requests`` requests."""
     await engine.flush_cache()
     prompts = [random_ids(dice, context) for _ in range(requests)]
     answers = await run_concurrently(lambda ids: ask(engine, ids, 64), prompts)

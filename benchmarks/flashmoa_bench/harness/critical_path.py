@@ -1,4 +1,4 @@
-"""Find the calls that the end of a run waits for, and the seconds in which they decode."""
+"""Find the calls that the end of a run waits for, and their decode time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def end_of(call: Call) -> float:
 
 
 def decoding_seconds(made: Sequence[Call], started: float) -> float:
-    """Return the seconds in which the agents on a workflow's critical path decode.
+    """Return the decode time of the agents on a workflow's critical path.
 
     They include the first agent's time to first token, since that agent waits for no other. Linking
     cannot make a workflow faster than this unless agents decode faster.

@@ -29,7 +29,7 @@ from flashmoa.errors import EngineError
 from flashmoa_bench.harness.modelled_gpus import device_environment
 from flashmoa_bench.harness.routers import PairStart, start_pd_pairs
 
-# Makes SGLang load no plugin but modelled GPUs. The CPU platform has entry points of its own.
+# Makes SGLang load only the plugin of modelled GPUs. The CPU platform has its own entry points.
 STOCK = {"SGLANG_PLUGINS": "flashmoa_modelled_gpu"}
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 

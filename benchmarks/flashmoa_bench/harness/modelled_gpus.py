@@ -95,7 +95,7 @@ def model_of(engine: str, names: Sequence[str]) -> str:
 
 
 def common_slowdown(devices: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return the factor that slows down all of these GPUs; 1 if there are none.
+    """Return the GPUs' common slowdown; 1 without GPUs.
 
     Raises: EngineError if the factors differ.
     """
@@ -164,7 +164,7 @@ def counted_since(before: Mapping[str, Any], device: Mapping[str, Any]) -> dict[
 
 
 def overrun_share(device: Mapping[str, Any]) -> float:
-    """Return the share of a GPU's time by which forwards were computed too late."""
+    """Return the sum of forwards' delays over the GPU's time."""
     return device["overrun_seconds"] / max(device["device_seconds"], 1e-9)
 
 

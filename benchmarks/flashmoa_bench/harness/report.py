@@ -215,7 +215,7 @@ class Column:
 
 
 def make_table(title: str, rows: Sequence[Any], left: Collection[str] = ("",)) -> Table:
-    """Make the table of rows of one class, whose fields and properties declare its columns.
+    """Make a table; the rows' class declares its columns by fields and properties.
 
     Args:
         rows: at least one row.

@@ -52,8 +52,8 @@ Router.from_args(RouterArgs(
 )).start()
 """
 )
-# Intervals at which these routers ask for load and health, and time-outs of silent engines. They
-# are stretched by the slowdown of modelled GPUs.
+# These routers' intervals of asking for load and health, and time-outs of silent engines. The
+# slowdown of modelled GPUs stretches them.
 _SECONDS = (
     "load_monitor_interval", "worker_stall_secs", "worker_wedge_secs", "worker_stale_secs",
     "worker_warmup_secs", "health_check_interval_secs", "health_check_timeout_secs",
@@ -206,7 +206,7 @@ async def start_pd_pairs(pairs: Mapping[str, PairStart]) -> AsyncGenerator[dict[
 
 
 async def _start_pair(pair: PairStart, stack: AsyncExitStack) -> PdPair:
-    """Start a pair, the stock router in front of it, and its shell router if it has one."""
+    """Start a pair, its stock router, and its shell router if wanted."""
     bootstrap = free_port()
     transport = ("--disaggregation-transfer-backend", pair.transport)
     prefill = await pair.start_engine([*_PREFILL, str(bootstrap), *transport])

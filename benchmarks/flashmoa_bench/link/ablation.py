@@ -90,7 +90,6 @@ async def _measure(report: Report) -> None:
 
 
 def summarise_row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> AblationRow:
-    """Summarise the rounds of one workload, by variant."""
     seconds = {name: median(each.seconds for each in group) for name, group in rounds.items()}
     unique, paper = workload.unique_tokens, PAPER.get(workload)
     return AblationRow(

@@ -30,7 +30,7 @@ PAPER = {128: "up to 3x", 512: "~1.2x"}
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """The figures of one chunk size; medians over rounds.
+    """One chunk size's figures; medians over rounds.
     Attributes:
         seconds: time of each chunk: its forwards' on a modelled GPU, else the engine's measurement.
         last_over_first: last over first full chunk; ``None`` with less than two full chunks.

@@ -37,7 +37,7 @@ ROLES = (Role("flashmoa", plugin=True),)
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRound:
-    """Answers of one way: seconds of CPU time in all, number of pieces of text, and the texts."""
+    """One way's answers: seconds of CPU time in all, number of pieces of text, and the texts."""
 
     client: float
     engine: float

@@ -33,12 +33,12 @@ LINKED = "linked"
 
 @dataclass(frozen=True, slots=True)
 class HandoffCell:
-    """The figures of one workload (docs/benchmarks.md); medians over rounds, in seconds.
+    """One workload's figures (docs/benchmarks.md); medians over rounds, in seconds.
 
     Attributes:
         seconds, speedup: T by way, and T of each baseline over T linked.
         hidden_fraction: ``hidden`` over ``bound``; ``None`` unless the bound is above 0.
-        overrun: share of a modelled GPU's time by which forwards were computed too late.
+        overrun: delay of forwards over a modelled GPU's time.
     """
 
     workload: Annotated[Workload, Column("workload")]
@@ -72,7 +72,6 @@ class HandoffCell:
 def summarise_cell(
     workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]], overrun: float = 0.0
 ) -> HandoffCell:
-    """Summarise the rounds of one workload, by way; ``linked`` is one way."""
     seconds = {way: median(each.seconds for each in group) for way, group in rounds.items()}
     linked = seconds[LINKED]
     sequential = min(value for way, value in seconds.items() if way != LINKED)

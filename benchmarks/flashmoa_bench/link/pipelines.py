@@ -65,7 +65,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The token ids of one pipeline; ``started`` is in seconds of the benchmark's clock."""
+    """A pipeline's token ids; ``started`` is in seconds of the benchmark's clock."""
 
     prefix: list[int]
     upstream: list[int]

@@ -29,7 +29,7 @@ ROLES = (
     Role("stock_mixed", plugin=False, arguments=("--enable-mixed-chunk",), optional=True),
     Role("flashmoa", plugin=True),
 )
-# From light to heavy. The last rows' prompts are as long as prompts with documents.
+# From light to heavy. The last rows' prompts have the length of prompts with documents.
 DEFAULT_ROWS = ("1:1200/300:16000/100", "8:1200/150:2000/60", "8:1200/300:8000/100")
 
 

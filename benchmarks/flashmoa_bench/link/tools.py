@@ -44,7 +44,7 @@ class ToolAgents:
     Attributes:
         prompt, answer: tokens of an agent's first prompt, and of each answer.
         calls: number of times that each agent calls its tools.
-        tools: tools of one call, which run at once, in the order of their ends.
+        tools: a call's tools, which run at once, in the order of their ends.
         reflects: whether a prompt after tools begins otherwise than the previous prompt.
         strangers: other requests per second; each has half the tokens of a first prompt.
     """
@@ -59,7 +59,7 @@ class ToolAgents:
 
     @property
     def result(self) -> int:
-        """Return the tokens of all results of one call."""
+        """Return the tokens of a call's results."""
         return sum(tool.tokens for tool in self.tools)
 
     @property

@@ -48,7 +48,7 @@ class ChainRound:
 
 @dataclass(frozen=True, slots=True)
 class ChainFigures:
-    """The medians of one way; with one engine, both agents run on it."""
+    """One way's medians; with one engine, both agents run on it."""
 
     engines: Annotated[int, Column("engines")]
     way: Annotated[Way, Column("way")]

@@ -93,7 +93,7 @@ def make_ways(second: str = "mixed") -> list[LatencyWay]:
         LatencyWay("tree + overlap", "9-3-1", tree, plugin=True, paper=0.24),
         LatencyWay("undecided", "9-3-1", tree, plugin=True, early_exit="undecided"),
         LatencyWay("full", "9-3-1", tree, plugin=True, early_exit="ours"),
-        LatencyWay("as published", "9-3-1", tree, True, early_exit="published", paper=0.10),
+        LatencyWay("as published", "9-3-1", tree, plugin=True, early_exit="published", paper=0.1),
     ]
 
 
@@ -112,8 +112,8 @@ class LatencyAnswer:
         written: tokens of all answers, estimated for cancelled agents.
         asked, left: number of agents that were asked, and left out, by layer and size.
         decisions: complete answers, Q, whether the other agents were left out, and seconds.
-        deciding: time by which decisions delayed the answer; ``None`` without early exit.
-        overrun: largest share of a GPU's time by which forwards were computed too late.
+        deciding: delay of the answer by decisions; ``None`` without early exit.
+        overrun: delay of forwards over a GPU's time, the largest of all engines.
     """
 
     way: str
@@ -297,10 +297,10 @@ class LatencyRow:
         seconds, first_token: medians, in seconds.
         relative: median of a question's seconds over the same question's all-to-all.
         second, relative_second: mean seconds of the second layer's agents, and over all-to-all's.
-        of_least: median share of a question's time in which the critical path decodes.
+        of_least: the critical path's decode time over the question's time, median.
         left: share of agents that were left out, by layer and size.
-        deciding: mean share of a question's time by which decisions delayed it.
-        overran: number of answers in which a GPU's forwards were computed too late.
+        deciding: delay by decisions over the question's time, mean.
+        overran: number of answers with too late forwards.
     """
 
     way: Annotated[str, Column("")]

@@ -100,9 +100,9 @@ def write_script(
 ) -> QuestionScript:
     """Return the script of a question.
 
-    An agent's answer is as long as a recorded answer of its size: a size's first proposer stands
-    for the first model of that size, and so on. Aggregators' answers are not recorded, and get
-    lengths of their size. Confidences depend on the question, the agent's name and the seed only.
+    An agent's answer has the length of a recorded answer of its size: a size's first proposer
+    stands for the first model of that size, and so on. Aggregators' answers are not recorded; they
+    get lengths of their size. Confidences depend only on question, agent's name and seed.
 
     Args:
         layers: the size of each agent, by layer.
@@ -162,7 +162,7 @@ class RecordedEngine(EngineClient):
 
 
 class ReplayedEmbedder:
-    """Returns embeddings of one question's answers that are as similar as the recorded answers.
+    """Returns embeddings of a question's answers with the recorded answers' similarities.
 
     It is also a listener: the question's events say which agent wrote a text.
 
@@ -204,7 +204,7 @@ class ReplayedEmbedder:
 
 
 def make_rows(similarities: Sequence[Sequence[float]]) -> list[Embedding]:
-    """Return embeddings of one row each with these Frobenius cosine similarities.
+    """Return embeddings with a single row each, and these Frobenius cosine similarities.
 
     The Frobenius cosine of two single rows is the square of their cosine. If no rows have exactly
     these similarities, the nearest possible ones are taken.
@@ -257,7 +257,7 @@ class Rig:
     Attributes:
         engines: engines by size: with the plugin, and stock engines by ``stock_`` and size.
         own: every engine by its name. A PD pair has two engines.
-        words: words of one token each.
+        words: words that are a single token each.
     """
 
     engines: Mapping[str, Sequence[RecordedEngine]]

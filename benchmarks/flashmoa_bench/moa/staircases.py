@@ -79,7 +79,7 @@ class StaircaseAnswer:
     Attributes:
         tokens: number of tokens that the aggregator wrote.
         rounds: number of the aggregator's requests.
-        overrun: largest share of a GPU's time by which forwards were computed too late.
+        overrun: delay of forwards over a GPU's time, the largest of all engines.
     """
 
     way: str
@@ -141,7 +141,7 @@ class StaircaseRow:
         relative_first, relative_rate: first token, and tokens per second, over whole answers';
             ``None`` if whole answers were not measured.
         rate: tokens of the aggregator per second of the question.
-        overran: number of answers in which a GPU's forwards were computed too late.
+        overran: number of answers with too late forwards.
     """
 
     way: Annotated[str, Column("")]

@@ -52,7 +52,7 @@ class Gpu:
 
     @classmethod
     def load(cls, name: str) -> Gpu:
-        """Read a data sheet: our JSON file with these fields, or aiconfigurator-core's.
+        """Read a data sheet: a JSON file that has these fields, or aiconfigurator-core's.
 
         Raises: ValueError if it does not exist, or lacks a field.
         """
@@ -254,11 +254,11 @@ class Prefills:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The work of one forward: prefills, and decodes of one token each.
+    """The work of a forward: prefills, and decodes of a single token each.
 
     Args:
         decodes: number of requests that decode.
-        context: mean context of these requests in tokens, with the new token.
+        context: mean context of the requests in tokens, with the new token.
     """
 
     prefills: Prefills = Prefills()
@@ -377,10 +377,10 @@ class MeasuredTables:
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def _other_than_attention(self, requests: int, tokens: int) -> float:
-        """Return the seconds of all tokens together, and of one row of logits per request.
+        """Return the seconds of all tokens together, and of a row of logits per request.
 
         The tokens count as one request, to look up their exact number. Kernels compute blocks of 64
-        or 128 tokens, so one more token can take as long as a whole block.
+        or 128 tokens, so one more token can take a whole block's time.
         """
         together, _ = self.engine.run_static_per_op(
             batch_size=1, isl=tokens, osl=1, mode="static_ctx"

@@ -57,9 +57,8 @@ class Clock:
         free_at: when the GPU has computed all launched forwards.
         forwards, overruns: numbers of forwards.
         device_seconds: time of all forwards.
-        overrun_seconds: time by which results came too late.
-        starved_seconds: time in which the GPU was idle because the scheduler was still preparing
-            the next batch.
+        overrun_seconds: delay of results.
+        starved_seconds: time that the idle GPU waited for the scheduler to prepare the next batch.
         computing_seconds: CPU time of the real computation, which a GPU's host does not spend.
     """
 
@@ -185,8 +184,8 @@ class ResultEvent:
 def describe(forward_batch: ForwardBatch) -> Forward:
     """Return the work of SGLang's ``ForwardBatch``.
 
-    In a mixed batch, SGLang prefills one token for each request that decodes. Real prefills of one
-    token cost the same, so they count as decodes.
+    In a mixed batch, SGLang prefills a single token for each request that decodes. Real prefills of
+    a single token cost the same, so they count as decodes.
     """
     mode = forward_batch.forward_mode
     if mode.is_idle():

@@ -78,7 +78,7 @@ async def plan(options: argparse.Namespace, progress: Callable[[str], None]) -> 
 
 
 def make_tokenizer(texts: Sequence[str]) -> Path:
-    """Return a folder with a tokenizer that is trained on these texts; the cache keeps it.
+    """Return the folder of a tokenizer that is trained on texts; the cache keeps it.
 
     Raises: EngineError if it cannot be made; OSError if the cache cannot be written.
     """
@@ -96,7 +96,7 @@ async def modelled_engines(
 ) -> AsyncGenerator[dict[str, tuple[EngineClient, float]]]:
     """Start an engine with each environment; leaving the context ends all engines.
 
-    Yields: the engines by name, each with its GPU's seconds for a decode step of one request.
+    Yields: the engines by name, each with its GPU's seconds for a single request's decode step.
 
     Raises: EngineError if an engine does not start.
     """

@@ -75,7 +75,7 @@ def waits(
     """Return the waits for the calls on a run's critical path.
 
     Args:
-        steps: each engine's seconds for a decode step of one request.
+        steps: each engine's seconds for a single request's decode step.
         slowdown: divides the calls' times.
         path: calls to use instead of the critical path; they have ended.
     """
@@ -118,7 +118,7 @@ def _wait(call: Call, turn: int, begin: float, step: float, slowdown: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """The agents of an engine, and the share of time in which its GPU computed."""
+    """An engine's agents, and its GPU's computing share of time."""
 
     name: Annotated[str, Column("engine")]
     gpu: str
@@ -175,9 +175,9 @@ def summarise(
     """Compute the answers from rounds of both ways.
 
     Args:
-        steps: each engine's seconds for a decode step of one request.
+        steps: each engine's seconds for a single request's decode step.
         placement: the name of each agent's engine.
-        slowdown: the GPUs' slowdown in these rounds.
+        slowdown: the GPUs' slowdown.
     """
     by_way = {way: [played for played in rounds if played.way == way] for way in WAYS}
     runs = {

@@ -28,7 +28,7 @@ WAYS: tuple[Way, Way] = ("unlinked", "linked")
 
 @dataclass(frozen=True, slots=True)
 class TeamRun:
-    """One run of one copy of the team; ``seconds`` is the time from its start to its end."""
+    """A run of a copy of the team; ``seconds`` is the time from its start to its end."""
 
     copy: int
     seconds: float
@@ -181,7 +181,7 @@ def find_difference(rounds: Sequence[Round]) -> str | None:
     """Return a sentence with an agent whose answers differed between runs; ``None`` without one.
 
     Agents that write side by side end in any order, and their readers' prompts have that order. So
-    answers are compared between runs in which the same calls had ended before.
+    answers are compared if the same calls had ended before.
     """
     known: dict[tuple[Any, ...], str] = {}
     for played in rounds:

@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyRow:
-    """The figures of one question, as shares of the texts.
+    """A question's figures, as shares of the texts.
 
     Attributes:
         unread: decoded answers without a label, which count as wrong.
@@ -147,7 +147,6 @@ def find_label(answer: str, labels: Sequence[str]) -> int | None:
 
 
 def summarise(question: str, outcomes: Sequence[Outcome]) -> AccuracyRow:
-    """Return the figures of one question."""
     count = len(outcomes)
     read_answers = [one for one in outcomes if one.decoded is not None]
     return AccuracyRow(

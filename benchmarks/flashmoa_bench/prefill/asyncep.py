@@ -51,7 +51,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
-    """One engine's figures for forwards of one size; seconds are medians over rounds.
+    """An engine's figures for forwards of a size; seconds are medians over rounds.
 
     Attributes:
         of_resident: throughput over the throughput with experts on the device.
@@ -164,7 +164,7 @@ async def _play_all(engines: Engines, report: Report) -> Seconds:
 async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
     """Return each engine's memory.
 
-    An engine that copies no experts does not report them. It has all of them on the device, unless
+    An engine that copies no experts does not report them. All its experts are on the device, unless
     SGLang offloads some.
     """
     ranks = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
@@ -219,7 +219,7 @@ def summarise(
 
 
 def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
-    """Return the FLOPs of one batch; ``None`` if the model's shape is unknown.
+    """Return a batch's FLOPs; ``None`` if the model's shape is unknown.
 
     Raises: EngineError if the file is not a model's configuration.
     """

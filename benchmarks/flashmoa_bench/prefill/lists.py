@@ -101,11 +101,11 @@ _CROSS_ENCODER = Role(CROSS_ENCODER, plugin=False, optional=True)
 
 @dataclass(frozen=True, slots=True)
 class ListRow:
-    """The figures of one way and one length of lists; medians over rounds.
+    """One way's figures for lists of a length; medians over rounds.
 
     Attributes:
         gain: items per second over the fastest stock engine's.
-        bound: measured seconds of one forward with the query once and each item once.
+        bound: measured seconds of a single forward with the query and each item once.
         difference: largest difference of a score from stock SGLang's; ``None`` from a model with
             another kind of scores.
     """

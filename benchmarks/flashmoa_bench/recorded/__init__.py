@@ -128,7 +128,7 @@ class RecordedTurn:
     Attributes:
         prompt, answer: numbers of tokens.
         result: tokens that the next prompt adds to this prompt and answer.
-        gap: seconds from the answer to the next request, in which tools run.
+        gap: seconds from the answer to the next request, while tools run.
     """
 
     prompt: int

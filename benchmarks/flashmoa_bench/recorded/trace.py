@@ -1,8 +1,8 @@
 """Write recorded coding agents as a trace that SGLang's own benchmark replays.
 
 ``python -m flashmoa_bench.recorded.trace TOKENIZER_FOLDER FILE`` writes a file for ``--dataset-name
-agentic-trace`` of ``sglang.benchmark.serving``: first prompts and tools' results, as long as
-recorded, in random words. The engine writes the answers.
+agentic-trace`` of ``sglang.benchmark.serving``: first prompts and tools' results, in random
+words, with the recorded lengths. The engine writes the answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure routers before modelled engines (MoE-Prefill §7, §8.2, Table 2).
 
-N engines with FlashMoA's plugin score the requests of one mix: taking turns, behind sglang-router
+N engines with FlashMoA's plugin score a mix's requests: taking turns, behind sglang-router
 and smg (if installed), and behind FlashMoA's router. The engines publish KV events. Every cell, one
 router and one seed, has a new router and empty caches.
 

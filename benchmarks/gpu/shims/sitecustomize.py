@@ -151,7 +151,7 @@ PATCHES = {
     "sglang.srt.model_loader.weight_utils": replace_weights,
     **(_KERNELS if os.environ.get("FLASHMOA_GPU_KERNELS") != "compiled" else {}),
 }
-# Names that SGLang imports at start and does not use in these checks, by module.
+# Names that SGLang imports at start and these checks do not need, by module.
 STUBS = {
     "IPython": (),
     "IPython.display": ("HTML", "display"),

@@ -53,7 +53,7 @@ def shims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Fake engines, some of which fail to start; note each try as (engine, way)."""
+    """Fake engines; some fail to start. Return the tries so far as (engine, way)."""
     tried: list[tuple[str, str]] = []
     fails = {("plugin", "best"), ("broken", "best"), ("broken", "modest")}
 
@@ -91,7 +91,7 @@ async def test_a_failed_engine_starts_in_the_next_way(
         first, second = started.starts
         assert first.problem is not None and "the end of its log" in first.problem
         assert second.problem is None and second.settings == {"measures": True}
-        # What did not work for one is not tried with others, and what runs already is kept.
+        # Other engines skip the way that failed, and running engines stay.
         await started.use({"plugin": Wanted(tmp_path, True), "stock": Wanted(tmp_path, False)})
         assert launches[3:] == [("stock", "modest")]
         await started.use({"stock": Wanted(tmp_path, False)})

@@ -1,4 +1,4 @@
-"""Figures of the benchmarks of scoring, and the reading of what they compare."""
+"""Test the figures of the benchmarks of scoring, and how they read texts and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``flashmoa plan`` without engines: what it refuses before it starts any."""
+"""Test what ``flashmoa plan`` refuses before it starts engines."""
 
 from __future__ import annotations
 

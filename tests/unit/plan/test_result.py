@@ -28,7 +28,7 @@ def make_events(agent: str, sent: float, token: float, end: float, text: str) ->
 
 
 def make_round(way: Way, wait: float, text: str = "words", copy: int = 1) -> Round:
-    """One run, whose reader waits for its first token; times are those of GPUs half as fast."""
+    """Make a run whose reader waits for its first token, on GPUs that are half as fast."""
     end = 2 * (3 + wait)
     events = make_events("writer", 0, 2, 4, "draft")
     events += make_events("reader", 4, end - 2, end, text)

@@ -1,4 +1,4 @@
-"""Teams are loaded from users' files, and refused where what is said decides their course."""
+"""Test that users' teams are loaded, and refused if their answers decide their course."""
 
 from __future__ import annotations
 

@@ -99,9 +99,8 @@ def command(  # noqa: PLR0913
     name: str,
     doc: str | None,
     measure: Callable[[Report], Awaitable[None]],
-    roles: Sequence[Role] = (),
-    options: Sequence[Option] = (),
-    *,
+    roles: Sequence[Role],
+    *options: Option,
     check: Callable[[argparse.Namespace], str | None] | None = None,
     repeats: bool = True,
     defaults: dict[str, Any] | None = None,
@@ -109,14 +108,16 @@ def command(  # noqa: PLR0913
     """Return the ``main`` of a benchmark, which parses a command line and measures.
 
     Args:
-        doc, roles, options, repeats: as for :func:`make_parser`.
+        doc: description of the benchmark, for ``--help``.
         measure: measures, prints and saves, given a report with the parsed options.
+        roles: engines to compare; each gets an option for its URL.
         check: returns an error message for the options, or ``None``.
+        repeats: whether the number of rounds is an option.
         defaults: other defaults for common options.
     """
 
     def main(arguments: Sequence[str]) -> int:
-        parser = make_parser(name, doc, roles, options, repeats=repeats)
+        parser = make_parser(name, doc, roles, *options, repeats=repeats)
         parser.set_defaults(**(defaults or {}))
         chosen = parser.parse_args(arguments)
         if getattr(chosen, "resume", False) and not chosen.json:
@@ -130,21 +131,9 @@ def command(  # noqa: PLR0913
 
 
 def make_parser(
-    name: str,
-    doc: str | None,
-    roles: Sequence[Role] = (),
-    options: Sequence[Option] = (),
-    *,
-    repeats: bool = True,
+    name: str, doc: str | None, roles: Sequence[Role], *options: Option, repeats: bool = True
 ) -> argparse.ArgumentParser:
-    """Make a parser for ``flashmoa bench NAME`` with the common options.
-
-    Args:
-        doc: description of the benchmark, for ``--help``.
-        roles: engines to compare; each gets an option for its URL. Without roles, the parser has
-            no options for rounds and engines.
-        repeats: whether the number of rounds is an option.
-    """
+    """Make a parser for ``flashmoa bench NAME`` with the common options, as :func:`command`."""
     parser = argparse.ArgumentParser(
         prog=f"flashmoa bench {name}",
         description=doc,
@@ -154,13 +143,12 @@ def make_parser(
         Option("--json", Path, about="also write the results to this file"),
         Option("--seed", int, 0, "seed of the random token ids"),
     ]
-    if roles and repeats:
+    if repeats:
         about = "rounds per measurement; figures are medians over them"
         common.append(Option("--repeats", positive, 5, about))
     for option in (*common, *options):
         option.add_to(parser)
-    if roles:
-        _add_engine_options(parser, roles)
+    _add_engine_options(parser, roles)
     return parser
 
 

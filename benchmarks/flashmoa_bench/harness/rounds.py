@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from flashmoa.errors import EngineError
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report, progress_bar
 
 # Identifies a cell, and names it on the progress bar.
@@ -23,6 +24,8 @@ Cell = TypeVar("Cell")
 
 def measured_cells(report: Report, kind: type[Cell], free: Collection[str]) -> list[Cell]:
     """Return the cells in the file of ``--json`` if ``--resume`` is given, else none.
+
+    Cells that overran a modelled GPU's time are left out, so that they are measured again.
 
     Args:
         kind: the cells' dataclass.
@@ -44,7 +47,7 @@ def measured_cells(report: Report, kind: type[Cell], free: Collection[str]) -> l
     if other := sorted(name for name in names if earlier.get(name) != settings.get(name)):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in other)
         raise EngineError(f"--resume: {file} is of a run with other {options}: give another --json")
-    return cells
+    return [cell for cell in cells if getattr(cell, "overrun", 0.0) <= TOLERATED_SHARE]
 
 
 async def measure_cells(

@@ -112,10 +112,8 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--prefix", positive, [1000, 2000], "tokens known beforehand"),
-        Option("--pipelines", positive, [1, 8], "pipelines at once"),
-        Option("--tps", positive_float, 50.0, "upstream tokens per second"),
-        Option("--upstream", positive, 200, "upstream tokens"),
-    ),
+    Option("--prefix", positive, [1000, 2000], "tokens known beforehand"),
+    Option("--pipelines", positive, [1, 8], "pipelines at once"),
+    Option("--tps", positive_float, 50.0, "upstream tokens per second"),
+    Option("--upstream", positive, 200, "upstream tokens"),
 )

@@ -117,9 +117,7 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--context", positive, 1024, "tokens in all"),
-        Option("--chunks", positive, [128, 256, 384, 512], "tokens each"),
-    ),
+    Option("--context", positive, 1024, "tokens in all"),
+    Option("--chunks", positive, [128, 256, 384, 512], "tokens each"),
     check=_check,
 )

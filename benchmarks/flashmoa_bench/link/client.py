@@ -152,8 +152,6 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--tokens", positive, 400, "of an answer"),
-        Option("--calls", positive, [1, 8], "at once"),
-    ),
+    Option("--tokens", positive, 400, "of an answer"),
+    Option("--calls", positive, [1, 8], "at once"),
 )

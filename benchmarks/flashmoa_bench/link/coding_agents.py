@@ -292,12 +292,10 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--agents", positive, 12, "agents at once, of 24 recorded agents"),
-        Option("--turns", positive, 40, "largest number of turns of each"),
-        Option("--scale", positive_float, 4.0, "divides all lengths and the time of tools"),
-        Option("--pool", positive_float, 0.5, "KV pool over the agents' final tokens"),
-        Option("--roomy", bool, about="also with a pool for all agents"),
-    ),
+    Option("--agents", positive, 12, "agents at once, of 24 recorded agents"),
+    Option("--turns", positive, 40, "largest number of turns of each"),
+    Option("--scale", positive_float, 4.0, "divides all lengths and the time of tools"),
+    Option("--pool", positive_float, 0.5, "KV pool over the agents' final tokens"),
+    Option("--roomy", bool, about="also with a pool for all agents"),
     defaults={"repeats": 1},
 )

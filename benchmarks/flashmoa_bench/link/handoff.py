@@ -23,7 +23,6 @@ from flashmoa_bench.harness.command_line import (
     positive_float,
 )
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import measured_cells
 from flashmoa_bench.link.pipelines import PipelineRound, Ways, Workload, play_grid
@@ -161,8 +160,7 @@ async def _measure(report: Report) -> None:
     options = report.options
     grid = workloads(options)
     measured = measured_cells(report, HandoffCell, _FREE_OPTIONS)
-    # Cells that overran are measured again.
-    found = {cell.workload: cell for cell in measured if cell.overrun <= TOLERATED_SHARE}
+    found = {cell.workload: cell for cell in measured}
     if todo := [workload for workload in grid if workload not in found]:
         names = [*options.policies, LINKED]
         roles = [role for role in ROLES if role.name in {_WAYS[name][0] for name in names}]
@@ -211,13 +209,11 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--full", bool, about="measure the grid of 240 cells, not of 24"),
-        Option("--tps", positive_float, about="upstream tokens per second", count="+"),
-        Option("--prefix", positive, about="tokens known beforehand", count="+"),
-        Option("--upstream", positive, about="tokens the upstream writes", count="+"),
-        Option("--concurrency", positive, about="pipelines at once", count="+"),
-        Option("--policies", str, ["fcfs", "lpm"], "of stock SGLang", choices=("fcfs", "lpm")),
-        RESUME,
-    ),
+    Option("--full", bool, about="measure the grid of 240 cells, not of 24"),
+    Option("--tps", positive_float, about="upstream tokens per second", count="+"),
+    Option("--prefix", positive, about="tokens known beforehand", count="+"),
+    Option("--upstream", positive, about="tokens the upstream writes", count="+"),
+    Option("--concurrency", positive, about="pipelines at once", count="+"),
+    Option("--policies", str, ["fcfs", "lpm"], "of stock SGLang", choices=("fcfs", "lpm")),
+    RESUME,
 )

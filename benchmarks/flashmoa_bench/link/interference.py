@@ -212,11 +212,9 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--pipelines", positive, 32, "pipelines of a round"),
-        Option("--prefix", positive, 2000, "tokens known of each"),
-        Option("--upstream", positive, 100, "tokens of each upstream"),
-        Option("--tokens", positive, 128, "of a stranger's answer"),
-        stock_forwards(512),
-    ),
+    Option("--pipelines", positive, 32, "pipelines of a round"),
+    Option("--prefix", positive, 2000, "tokens known of each"),
+    Option("--upstream", positive, 100, "tokens of each upstream"),
+    Option("--tokens", positive, 128, "of a stranger's answer"),
+    stock_forwards(512),
 )

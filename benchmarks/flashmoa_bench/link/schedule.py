@@ -258,17 +258,15 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--concurrency", positive, [1, 10], "workflows at once"),
-        Option("--max-running-requests", positive, 4, "limit of engines started here"),
-        Option(
-            "--prefixes",
-            str,
-            "shared",
-            "whether workflows of a kind share their agents' fixed prefixes",
-            choices=("shared", "own"),
-        ),
-        Option("--lengths", positive, 1, "factor; with 5, prompts are as long as the paper's"),
-        stock_forwards(256, 1024),
+    Option("--concurrency", positive, [1, 10], "workflows at once"),
+    Option("--max-running-requests", positive, 4, "limit of engines started here"),
+    Option(
+        "--prefixes",
+        str,
+        "shared",
+        "whether workflows of a kind share their agents' fixed prefixes",
+        choices=("shared", "own"),
     ),
+    Option("--lengths", positive, 1, "factor; with 5, prompts are as long as the paper's"),
+    stock_forwards(256, 1024),
 )

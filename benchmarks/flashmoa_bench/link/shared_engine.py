@@ -189,14 +189,12 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option(
-            "--rows",
-            lambda text: str(Chains.read(text)),
-            list(DEFAULT_ROWS),
-            "COUNT:PROMPT/ANSWER:PROMPT/ANSWER: number of chains, and tokens of A and of B",
-        ),
-        Option("--apart", float, 0.07, "seconds from one chain's start to the next"),
-        stock_forwards(256, 1024),
+    Option(
+        "--rows",
+        lambda text: str(Chains.read(text)),
+        list(DEFAULT_ROWS),
+        "COUNT:PROMPT/ANSWER:PROMPT/ANSWER: number of chains, and tokens of A and of B",
     ),
+    Option("--apart", float, 0.07, "seconds from one chain's start to the next"),
+    stock_forwards(256, 1024),
 )

@@ -151,8 +151,6 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--known", positive, 1500, "tokens of B's known text"),
-        Option("--written", positive, 300, "tokens that A writes"),
-    ),
+    Option("--known", positive, 1500, "tokens of B's known text"),
+    Option("--written", positive, 300, "tokens that A writes"),
 )

@@ -233,8 +233,7 @@ async def _measure(report: Report) -> None:
         for way in ways
     }
     cells = measured_cells(report, LatencyAnswer, _FREE_OPTIONS)
-    # Answers that overran are measured again.
-    found = {(c.way, c.question): c for c in cells if c.overrun <= TOLERATED_SHARE}
+    found = {(cell.way, cell.question): cell for cell in cells}
     todo = [
         (way, scripts[way.name][place])
         for place in range(len(questions))
@@ -378,10 +377,8 @@ main = command(
     __doc__,
     _measure,
     make_roles("single", plugin=True, stock=True),
-    (
-        *RIG_OPTIONS,
-        Option("--ways", str, _WAYS, "by default all", choices=_WAYS),
-        Option("--threshold", float, None, "full: leave if Q is at least this, not by chance"),
-    ),
+    *RIG_OPTIONS,
+    Option("--ways", str, _WAYS, "by default all", choices=_WAYS),
+    Option("--threshold", float, None, "full: leave if Q is at least this, not by chance"),
     repeats=False,
 )

@@ -183,8 +183,7 @@ async def _measure(report: Report) -> None:
     ways, script_options = make_ways(options), ScriptOptions.parse(options)
     questions = spread(load_recorded()[options.answers].questions, options.questions)
     cells = measured_cells(report, StaircaseAnswer, _FREE_OPTIONS)
-    # Answers that overran are measured again.
-    found = {(c.way, c.question): c for c in cells if c.overrun <= TOLERATED_SHARE}
+    found = {(cell.way, cell.question): cell for cell in cells}
     todo = {
         (way.name, question.number): (way, write_script(question, way.sizes, script_options))
         for question in questions
@@ -255,13 +254,11 @@ main = command(
     __doc__,
     _measure,
     make_roles("single", plugin=True, stock=True),
-    (
-        *RIG_OPTIONS,
-        Option("--kinds", str, list(_KINDS), "of systems", choices=_KINDS),
-        Option("--proposers", positive, [3], "or debaters"),
-        Option("--orders", str, list(_ORDERS), "of chunks", choices=_ORDERS),
-        Option("--first", positive, [8], "tokens of the first chunk"),
-    ),
+    *RIG_OPTIONS,
+    Option("--kinds", str, list(_KINDS), "of systems", choices=_KINDS),
+    Option("--proposers", positive, [3], "or debaters"),
+    Option("--orders", str, list(_ORDERS), "of chunks", choices=_ORDERS),
+    Option("--first", positive, [8], "tokens of the first chunk"),
     check=_check,
     repeats=False,
 )

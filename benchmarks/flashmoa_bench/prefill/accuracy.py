@@ -165,10 +165,8 @@ main = command(
     __doc__,
     _measure,
     [Role(OURS, plugin=True)],
-    (
-        Option("file", Path, about="the file of snippets"),
-        Option("--texts", positive, 300, "the most texts"),
-        Option("--tokens", positive, 8, "decoded tokens of an answer"),
-        Option("--model", Path, about="folder of the model for an engine made here"),
-    ),
+    Option("file", Path, about="the file of snippets"),
+    Option("--texts", positive, 300, "the most texts"),
+    Option("--tokens", positive, 8, "decoded tokens of an answer"),
+    Option("--model", Path, about="folder of the model for an engine made here"),
 )

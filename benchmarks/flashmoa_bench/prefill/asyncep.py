@@ -239,11 +239,9 @@ main = command(
     __doc__,
     _measure,
     (*ROLES, _OFFLOAD),
-    (
-        Option("--tokens", positive, [256, 1024, 4096], "tokens of a forward"),
-        Option("--prompt", positive, 1024, "tokens of each prompt"),
-        Option("--peak-tflops", float, None, "peak of the device, for the MFU"),
-    ),
+    Option("--tokens", positive, [256, 1024, 4096], "tokens of a forward"),
+    Option("--prompt", positive, 1024, "tokens of each prompt"),
+    Option("--peak-tflops", float, None, "peak of the device, for the MFU"),
     check=_check,
     defaults={"shape": "experts"},
 )

@@ -247,16 +247,14 @@ main = command(
     __doc__,
     _measure,
     (*ROLES, _CROSS_ENCODER),
-    (
-        Option("--items", positive, [1, 8, 32, 128], "items of a list"),
-        Option(
-            "--stock-forwards",
-            positive,
-            [512, 1024, 2048],
-            "tokens of the largest forward of further stock engines",
-            count="*",
-        ),
-        Option("--query", positive, 64, "tokens of the query"),
-        Option("--item", positive, 64, "tokens of each item"),
+    Option("--items", positive, [1, 8, 32, 128], "items of a list"),
+    Option(
+        "--stock-forwards",
+        positive,
+        [512, 1024, 2048],
+        "tokens of the largest forward of further stock engines",
+        count="*",
     ),
+    Option("--query", positive, 64, "tokens of the query"),
+    Option("--item", positive, 64, "tokens of each item"),
 )

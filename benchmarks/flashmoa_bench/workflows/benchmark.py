@@ -313,9 +313,7 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--workflows", str, _NAMES, "by default all", choices=_NAMES),
-        Option("--copies", positive, None, "at once; by default as in the paper", count="+"),
-        Option("--tokens", positive, 48, "that an agent of a team writes"),
-    ),
+    Option("--workflows", str, _NAMES, "by default all", choices=_NAMES),
+    Option("--copies", positive, None, "at once; by default as in the paper", count="+"),
+    Option("--tokens", positive, 48, "that an agent of a team writes"),
 )

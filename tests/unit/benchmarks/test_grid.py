@@ -69,6 +69,7 @@ async def test_rounds_take_turns_after_a_warm_up() -> None:
 @dataclass
 class Cell:
     late: int
+    overrun: float = 0.0
 
 
 def resuming(file: Path, **options: object) -> Report:
@@ -79,7 +80,7 @@ def test_a_run_resumes_only_with_the_same_options(tmp_path: Path) -> None:
     file = tmp_path / "cells.json"
     h200 = resuming(file, device="h200_sxm", repeats=5)
     assert measured_cells(h200, Cell, {"repeats"}) == []
-    h200.write({"cells": [Cell(1)]})
+    h200.write({"cells": [Cell(1), Cell(2, overrun=0.02)]})
     assert measured_cells(resuming(file, device="h200_sxm", repeats=3), Cell, {"repeats"}) == [
         Cell(1)
     ]

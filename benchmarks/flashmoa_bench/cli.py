@@ -34,10 +34,7 @@ BENCHMARKS = {
     "staircases": ("moa.staircases", "first token and rate of staircases and debates"),
     "prefill_only": ("prefill.benchmark", "probabilities of given answers, against one token"),
     "score_lists": ("prefill.lists", "a list in one request: stock /v1/score, ours, embeddings"),
-    "score_accuracy": (
-        "prefill.accuracy",
-        "a real model's answers by probabilities and by decoding",
-    ),
+    "score_accuracy": ("prefill.accuracy", "a real model's answers by probabilities, and decoded"),
     "asyncep": ("prefill.asyncep", "mixture-of-experts models with experts in host memory"),
     "router_measured": ("routing.measured", "flashmoa router and others, before modelled engines"),
 }

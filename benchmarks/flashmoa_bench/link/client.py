@@ -57,16 +57,10 @@ class Cost:
 
 
 async def _measure(report: Report) -> None:
-    async with report.connect(ROLES, 65536) as engines:
-        costs = await _play_all(engines["flashmoa"], report)
-    report.show("CPU time for each token", costs)
-    report.save({"costs": costs})
-
-
-async def _play_all(engine: EngineClient, report: Report) -> list[Cost]:
     options, costs = report.options, list[Cost]()
     ways = len(WAYS) * len(options.calls)
-    async with AsyncExitStack() as stack:
+    async with report.connect(ROLES, 65536) as engines, AsyncExitStack() as stack:
+        engine = engines["flashmoa"]
         player = stack.enter_context(RoundPlayer(report.console, options.repeats, ways))
         host = TaskHost("The benchmark's channel has failed")
         stack.push_async_callback(host.close)
@@ -88,7 +82,8 @@ async def _play_all(engine: EngineClient, report: Report) -> list[Cost]:
                 )
                 for way in WAYS
             ]
-    return costs
+    report.show("CPU time for each token", costs)
+    report.save({"costs": costs})
 
 
 async def _play(

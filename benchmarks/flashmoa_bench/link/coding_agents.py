@@ -21,7 +21,7 @@ import openai
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive, positive_float
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
 from flashmoa_bench.recorded import RecordedTurn, load_agents
@@ -251,8 +251,18 @@ async def _measure(report: Report) -> None:
         for role in ROLES
         if role.name != "roomy" or options.roomy
     ]
+    seeds = random.Random(options.seed)
     async with report.connect(roles, pools["stock"]) as engines:
-        rounds = await _play_all(engines, agents, report)
+        words = await learn_words(engines["flashmoa"])
+
+        async def run(way: str) -> Replay:
+            return await replay(engines[way], agents, words, seeds.randrange(1 << 30))
+
+        ways = [role.name for role in roles if role.name in engines]
+        with RoundPlayer(report.console, options.repeats, len(ways)) as player:
+            for way in ways:
+                await replay(engines[way], [agents[0][:2]], words, options.seed)
+            rounds = await player.play(ways, run, warm_up=False)
         rows = summarise(rounds)
         gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
     report.show(
@@ -268,23 +278,6 @@ async def _measure(report: Report) -> None:
         f"Prompts gave way to requests {gave_way} times.\n"
     )
     report.save({"rows": rows, "pool": pools["stock"], "tokens": tokens, "gave_way": gave_way})
-
-
-async def _play_all(
-    engines: Engines, agents: Sequence[Sequence[RecordedTurn]], report: Report
-) -> dict[str, list[Replay]]:
-    options = report.options
-    words = await learn_words(engines["flashmoa"])
-    ways = [role.name for role in ROLES if role.name in engines]
-    seeds = random.Random(options.seed)
-
-    async def run(way: str) -> Replay:
-        return await replay(engines[way], agents, words, seeds.randrange(1 << 30))
-
-    with RoundPlayer(report.console, options.repeats, len(ways)) as player:
-        for way in ways:
-            await replay(engines[way], [agents[0][:2]], words, options.seed)
-        return await player.play(ways, run, warm_up=False)
 
 
 main = command(

@@ -25,7 +25,7 @@ from flashmoa_bench.harness.command_line import (
     positive,
     stock_forwards,
 )
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import TimedAnswer, ask, feeding, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
@@ -196,42 +196,33 @@ async def _measure(report: Report) -> None:
     roles = [
         replace(role, arguments=(*role.arguments, *limit)) for role in (*ROLES, *mixed.values())
     ]
-    kinds = scale_kinds(options.lengths)
-    async with report.connect(roles, pool_tokens(max(options.concurrency), kinds)) as engines:
+    kinds, counts = scale_kinds(options.lengths), options.concurrency
+    dice, shared = random.Random(options.seed), options.prefixes == "shared"
+    rows: list[ScheduleRow] = []
+    async with report.connect(roles, pool_tokens(max(counts), kinds)) as engines:
         stock = {way: (role.name, False) for way, role in mixed.items() if role.name in engines}
-        rounds = await _play_all(engines, kinds, stock | _WAYS, report)
-    rows = [row for count, by_way in rounds.items() for row in summarise(count, by_way)]
+        ways = stock | _WAYS
+
+        async def run(way: str, count: int) -> list[float]:
+            role, linked = ways[way]
+            seconds: list[float] = []
+            for batch in make_batches(count, dice, kinds, shared=shared):
+                seconds += await play(engines[role], batch, linked=linked)
+            return seconds
+
+        with RoundPlayer(report.console, options.repeats, len(counts) * len(ways)) as player:
+            for way in ways:
+                await run(way, max(counts))
+            for count in counts:
+                play_count, label = partial(run, count=count), f"C={count}"
+                rounds = await player.play(list(ways), play_count, label, warm_up=False)
+                rows += summarise(count, rounds)
     report.show(
         "Workflow latency, seconds and of stock FCFS",
         rows,
         "paper: Figure 9, other workflows on A100s; it gives means only.",
     )
     report.save({"rows": rows, "kinds": kinds})
-
-
-async def _play_all(
-    engines: Engines, kinds: Kinds, ways: Mapping[str, tuple[str, bool]], report: Report
-) -> dict[int, dict[str, list[list[float]]]]:
-    """Return workflow latencies in seconds, by concurrency, way and round."""
-    dice, shared = random.Random(report.options.seed), report.options.prefixes == "shared"
-
-    async def run(way: str, count: int) -> list[float]:
-        role, linked = ways[way]
-        seconds: list[float] = []
-        for batch in make_batches(count, dice, kinds, shared=shared):
-            seconds += await play(engines[role], batch, linked=linked)
-        return seconds
-
-    counts: list[int] = report.options.concurrency
-    with RoundPlayer(report.console, report.options.repeats, len(counts) * len(ways)) as player:
-        for way in ways:
-            await run(way, max(counts))
-        return {
-            count: await player.play(
-                list(ways), partial(run, count=count), f"C={count}", warm_up=False
-            )
-            for count in counts
-        }
 
 
 def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> list[ScheduleRow]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
@@ -19,7 +18,7 @@ from typing import Annotated
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, mixed_roles, stock_forwards
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import TimedAnswer, ask, feeding, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
@@ -98,9 +97,11 @@ async def _measure(report: Report) -> None:
     all_chains = [Chains.read(row) for row in options.rows]
     needs = (each.count * (sum(each.prompts) + sum(each.answers) + 64) for each in all_chains)
     mixed = mixed_roles(options.stock_forwards)
-    async with report.connect(
-        [*ROLES[:2], *mixed.values(), ROLES[2]], 4096 + max(needs)
-    ) as engines:
+    roles = [*ROLES[:2], *mixed.values(), ROLES[2]]
+    dice = random.Random(options.seed)
+    rows: list[ChainRow] = []
+    async with report.connect(roles, 4096 + max(needs)) as engines:
+        # For each way: the engine's role, and the text that is prefilled ahead.
         ways = {
             "stock": ("stock", ""),
             "stock mixed": ("stock_mixed", ""),
@@ -109,7 +110,25 @@ async def _measure(report: Report) -> None:
             "linked": ("flashmoa", "all"),
         }
         ways = {way: each for way, each in ways.items() if each[0] in engines}
-        rows = await _play_all(engines, all_chains, ways, report)
+
+        async def run(way: str, chains: Chains) -> list[ChainRun]:
+            role, ahead = ways[way]
+            await engines[role].flush_cache()
+            seed, start = dice.random(), clock.now()
+
+            async def play(number: int) -> ChainRun:
+                await clock.sleep_until(start + number * options.apart)
+                return await _play(engines[role], chains, random.Random(seed + number), ahead)
+
+            return await run_concurrently(play, range(chains.count))
+
+        with RoundPlayer(report.console, options.repeats, len(all_chains) * len(ways)) as player:
+            for way in ways:
+                await run(way, Chains(2, (64, 64), (8, 8)))
+            for chains in all_chains:
+                play_chains = partial(run, chains=chains)
+                rounds = await player.play(list(ways), play_chains, str(chains), warm_up=False)
+                rows += summarise(chains, rounds)
     report.show(
         "Chains of two agents on one engine, seconds",
         rows,
@@ -118,37 +137,6 @@ async def _measure(report: Report) -> None:
         "computed after its request came.",
     )
     report.save({"rows": rows})
-
-
-async def _play_all(
-    engines: Engines,
-    all_chains: Sequence[Chains],
-    ways: Mapping[str, tuple[str, str]],  # The engine's role, and the text prefilled ahead.
-    report: Report,
-) -> list[ChainRow]:
-    options, dice = report.options, random.Random(report.options.seed)
-
-    async def run(way: str, chains: Chains) -> list[ChainRun]:
-        role, ahead = ways[way]
-        await engines[role].flush_cache()
-        seed, start = dice.random(), clock.now()
-
-        async def play(number: int) -> ChainRun:
-            await clock.sleep_until(start + number * options.apart)
-            return await _play(engines[role], chains, random.Random(seed + number), ahead)
-
-        return await run_concurrently(play, range(chains.count))
-
-    rows: list[ChainRow] = []
-    with RoundPlayer(report.console, options.repeats, len(all_chains) * len(ways)) as player:
-        for way in ways:
-            await run(way, Chains(2, (64, 64), (8, 8)))
-        for chains in all_chains:
-            rounds = await player.play(
-                list(ways), partial(run, chains=chains), str(chains), warm_up=False
-            )
-            rows += summarise(chains, rounds)
-    return rows
 
 
 async def _play(engine: EngineClient, chains: Chains, dice: random.Random, ahead: str) -> ChainRun:

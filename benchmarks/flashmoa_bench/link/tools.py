@@ -22,7 +22,7 @@ import anyio
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive, positive_float
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import ask, feeding, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
@@ -128,16 +128,6 @@ async def _send_strangers(engine: EngineClient, load: ToolAgents, dice: random.R
             group.start_soon(ask, engine, random_ids(dice, load.prompt // 2), load.answer)
 
 
-async def measure_alone(engine: EngineClient, tokens: int, late: int, dice: random.Random) -> float:
-    """Return an idle engine's seconds to the first token if ``late`` tokens are not cached."""
-    await engine.flush_cache()
-    prompt: Sequence[int] = random_ids(dice, tokens)
-    if late < tokens:
-        await ask(engine, prompt[: tokens - late], 1)
-    asked = clock.now()
-    return (await ask(engine, prompt, 1)).first - asked
-
-
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
 # The engine's role, and whether agents are linked, by way.
 WAYS = {"stock": ("stock", False), "linked": ("flashmoa", True)}
@@ -186,14 +176,30 @@ def workloads(arguments: argparse.Namespace) -> dict[str, ToolAgents]:
 
 async def _measure(report: Report) -> None:
     options = report.options
+    repeats, dice = options.repeats, random.Random(options.seed)
     loads = workloads(options)
     # Under pressure, all agents together need twice the pool.
     pool = loads["pressure"].agents * loads["pressure"].context // 2
     # By default a modelled GPU has the GPU's own pool.
     small = ("--max-total-tokens", str(pool)) if options.device else ()
-    chosen = {name: loads[name] for name in options.measure}
+    rows: list[ToolsRow] = []
     async with report.connect([replace(role, arguments=small) for role in ROLES], pool) as engines:
-        rows = await _play_all(engines, chosen, report)
+
+        async def run(way: str, load: ToolAgents) -> list[AfterTools]:
+            role, is_linked = WAYS[way]
+            return await play(engines[role], load, dice, is_linked=is_linked)
+
+        chosen = {name: loads[name] for name in options.measure}
+        with RoundPlayer(report.console, repeats, len(chosen) * len(WAYS)) as player:
+            for way in WAYS:
+                await run(way, replace(next(iter(chosen.values())), agents=1, calls=1))
+            for name, load in chosen.items():
+                rounds = await player.play(list(WAYS), partial(run, load=load), name, warm_up=False)
+                alone = partial(_measure_alone, engines["flashmoa"], load, dice, repeats)
+                bound = await alone(load.tools[-1].tokens)
+                # For parallel tools, stock SGLang has the conversation so far; nothing evicts it.
+                computed = await alone(load.result if len(load.tools) > 1 else load.context)
+                rows += summarise(name, rounds, computed, bound)
         gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
     report.show(
         "Time to the first token after tools, ms",
@@ -208,31 +214,22 @@ async def _measure(report: Report) -> None:
     report.save({"rows": rows, "pool": pool, "gave_way": gave_way})
 
 
-async def _play_all(
-    engines: Engines, loads: Mapping[str, ToolAgents], report: Report
-) -> list[ToolsRow]:
-    repeats, dice = report.options.repeats, random.Random(report.options.seed)
+async def _measure_alone(
+    engine: EngineClient, load: ToolAgents, dice: random.Random, repeats: int, late: int
+) -> float:
+    """Return an idle engine's median seconds to the first token if ``late`` tokens are not cached.
 
-    async def run(way: str, load: ToolAgents) -> list[AfterTools]:
-        role, is_linked = WAYS[way]
-        return await play(engines[role], load, dice, is_linked=is_linked)
-
-    async def alone(load: ToolAgents, late: int) -> float:
-        tokens, engine = (load.prompt + load.context) // 2, engines["flashmoa"]
-        late = min(late, tokens)
-        return median([await measure_alone(engine, tokens, late, dice) for _ in range(repeats)])
-
-    rows: list[ToolsRow] = []
-    with RoundPlayer(report.console, repeats, len(loads) * len(WAYS)) as player:
-        for way in WAYS:
-            await run(way, replace(next(iter(loads.values())), agents=1, calls=1))
-        for name, load in loads.items():
-            rounds = await player.play(list(WAYS), partial(run, load=load), name, warm_up=False)
-            bound = await alone(load, load.tools[-1].tokens)
-            # For parallel tools, stock SGLang has the conversation so far; nothing evicts it.
-            computed = await alone(load, load.result if len(load.tools) > 1 else load.context)
-            rows += summarise(name, rounds, computed, bound)
-    return rows
+    The prompt's length is the mean of an agent's first and last prompts.
+    """
+    tokens, seconds = (load.prompt + load.context) // 2, list[float]()
+    for _ in range(repeats):
+        await engine.flush_cache()
+        prompt: Sequence[int] = random_ids(dice, tokens)
+        if late < tokens:
+            await ask(engine, prompt[: tokens - late], 1)
+        asked = clock.now()
+        seconds.append((await ask(engine, prompt, 1)).first - asked)
+    return median(seconds)
 
 
 def summarise(

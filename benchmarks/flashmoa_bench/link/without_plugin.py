@@ -8,7 +8,7 @@ engine for each agent, and with one engine for both, where prefilling ahead slow
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
@@ -61,10 +61,29 @@ class ChainFigures:
 
 
 async def _measure(report: Report) -> None:
-    options = report.options
-    pool = 8192 + 4 * (options.known + options.written)
-    async with report.connect(ROLES, pool) as engines:
-        rows = await _play_all(engines.clients, report)
+    options, dice = report.options, random.Random(report.options.seed)
+    rows: list[ChainFigures] = []
+    async with report.connect(ROLES, 8192 + 4 * (options.known + options.written)) as engines:
+        stock = engines["stock"]
+        task = " ".join(dice.choices(_WORDS, k=10))
+        words = dice.choices(_WORDS, k=options.known)
+        (whole,) = await stock.tokenize([" ".join(words)])
+        known = " ".join(words[: options.known * options.known // len(whole)])
+        async with EngineClient(
+            stock.url, engine_settings=EngineSettings(without_plugin="off")
+        ) as off:
+            readers = {"unlinked": off, "linked": stock, "plugin": engines["flashmoa"]}
+            with RoundPlayer(report.console, options.repeats, 2 * len(WAYS)) as player:
+                for number in (2, 1):
+
+                    async def run(way: Way, number: int = number) -> ChainRound:
+                        reader = readers[way]
+                        writer = engines["writer"] if number == 2 else reader
+                        return await _play(writer, reader, task, known, options.written)
+
+                    rounds = await player.play(WAYS, run, f"{number} engines:")
+                    base = median(one.handoff for one in rounds["unlinked"])
+                    rows += [_summarise(way, number, rounds[way], base) for way in WAYS]
     report.show(
         "From A's last token to B's first",
         rows,
@@ -72,35 +91,6 @@ async def _measure(report: Report) -> None:
         "cached when its request came, of all. sent: how often the link sent more of the prompt.",
     )
     report.save({"rows": rows})
-
-
-async def _play_all(engines: Mapping[str, EngineClient], report: Report) -> list[ChainFigures]:
-    options, dice = report.options, random.Random(report.options.seed)
-    task = " ".join(dice.choices(_WORDS, k=10))
-    known = await _make_text(engines["stock"], options.known, dice)
-    rows: list[ChainFigures] = []
-    async with EngineClient(
-        engines["stock"].url, engine_settings=EngineSettings(without_plugin="off")
-    ) as off:
-        readers = {"unlinked": off, "linked": engines["stock"], "plugin": engines["flashmoa"]}
-        with RoundPlayer(report.console, options.repeats, 2 * len(WAYS)) as player:
-            for number in (2, 1):
-
-                async def run(way: Way, number: int = number) -> ChainRound:
-                    reader = readers[way]
-                    writer = engines["writer"] if number == 2 else reader
-                    return await _play(writer, reader, task, known, options.written)
-
-                rounds = await player.play(WAYS, run, f"{number} engines:")
-                base = median(one.handoff for one in rounds["unlinked"])
-                rows += [_summarise(way, number, rounds[way], base) for way in WAYS]
-    return rows
-
-
-async def _make_text(engine: EngineClient, tokens: int, dice: random.Random) -> str:
-    words = dice.choices(_WORDS, k=tokens)
-    (whole,) = await engine.tokenize([" ".join(words)])
-    return " ".join(words[: tokens * tokens // len(whole)])
 
 
 async def _play(

@@ -95,14 +95,29 @@ def _check(options: argparse.Namespace) -> str | None:
 
 
 async def _measure(report: Report) -> None:
-    options = report.options
+    options, dice = report.options, random.Random(report.options.seed)
     most = max(options.tokens)
     sizes = ("--chunked-prefill-size", str(most), "--max-prefill-tokens", str(most))
     options.engine_arguments = [*sizes, *options.engine_arguments]
     roles = (*ROLES, _OFFLOAD) if options.cpu_offload_url else ROLES
     async with report.connect(roles, 2 * most) as engines:
         differences = await _compare_logprobs(engines, random.Random(options.seed))
-        seconds = await _play_all(engines, report)
+
+        async def run(way: str, size: int) -> float:
+            await engines[way].flush_cache()
+            prompts = make_batch(size, options.prompt, dice)
+            started = time.perf_counter()
+            answers = await ask_batch(engines[way], prompts)
+            return max(answer.first for answer in answers) - started
+
+        ways = list(engines.clients)
+        seconds: Seconds = {way: {} for way in ways}
+        total = len(ways) * len(options.tokens)
+        with RoundPlayer(report.console, options.repeats, total) as player:
+            for size in options.tokens:
+                rounds = await player.play(ways, partial(run, size=size), f"{size} tokens")
+                for way, each in rounds.items():
+                    seconds[way][size] = each
         memory = await _fetch_memory(engines)
         config = await _find_config(engines[RESIDENT])
     rows = summarise(seconds, options, config)
@@ -138,27 +153,6 @@ def _prompt_lengths(tokens: int, prompt: int) -> list[int]:
 
 # The seconds of each round, by way and by tokens of a forward.
 Seconds = dict[str, dict[int, list[float]]]
-
-
-async def _play_all(engines: Engines, report: Report) -> Seconds:
-    options, dice = report.options, random.Random(report.options.seed)
-    ways = list(engines.clients)
-    sizes: list[int] = options.tokens
-    seconds: Seconds = {way: {} for way in ways}
-
-    async def run(way: str, size: int) -> float:
-        await engines[way].flush_cache()
-        prompts = make_batch(size, options.prompt, dice)
-        started = time.perf_counter()
-        answers = await ask_batch(engines[way], prompts)
-        return max(answer.first for answer in answers) - started
-
-    with RoundPlayer(report.console, options.repeats, len(ways) * len(sizes)) as player:
-        for size in sizes:
-            rounds = await player.play(ways, partial(run, size=size), f"{size} tokens")
-            for way, each in rounds.items():
-                seconds[way][size] = each
-    return seconds
 
 
 async def _fetch_memory(engines: Engines) -> list[EngineMemory]:

@@ -21,7 +21,7 @@ import httpx
 
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
@@ -123,17 +123,38 @@ class ListRow:
 
 
 async def _measure(report: Report) -> None:
-    options = report.options
-    tokens = options.query + 2 * max(options.items) * options.item
+    options, dice = report.options, random.Random(report.options.seed)
+    rows: list[ListRow] = []
     # Requests for single items need a connection each. SGLang closes a connection that is idle for
     # five seconds.
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     timeout = clock.machine_seconds(600)
+    pool = 2 * (options.query + 2 * max(options.items) * options.item)
     async with (
-        report.connect(_make_roles(options), 2 * tokens) as engines,
+        report.connect(_make_roles(options), pool) as engines,
         httpx.AsyncClient(timeout=timeout, limits=limits) as http,
     ):
-        rows = await _play_all(engines, http, report)
+        costs = (await engines[OURS].info()).costs
+        ways = [
+            way for name in engines.clients for way in ((SINGLE, OURS) if name == OURS else (name,))
+        ]
+        with RoundPlayer(report.console, options.repeats, len(ways) * len(options.items)) as player:
+            for count in options.items:
+                # All ways of a round get the same list, so that their scores can be compared.
+                lists = [_make_list(dice, options, count) for _ in range(options.repeats + 1)]
+                asked = dict.fromkeys(ways, 0)
+
+                async def run(way: str, lists: Any = lists, asked: Any = asked) -> ListAnswer:
+                    engine = engines[OURS if way == SINGLE else way]
+                    await engine.flush_cache()
+                    body = lists[asked[way]]
+                    asked[way] += 1
+                    return await ask_list(http, engine.url, way, body)
+
+                answers = await player.play(ways, run, f"{count} items")
+                tokens = options.query + count * options.item
+                bound = forward_seconds(costs.points if costs else [], tokens)
+                rows += summarise(count, answers, bound)
     report.show("One request with a list of items", rows)
     report.save({"rows": rows})
 
@@ -154,33 +175,6 @@ def _make_roles(options: argparse.Namespace) -> list[Role]:
         shape = f"{options.shape}_{CROSS_ENCODER}"
         roles += (embedding, replace(_CROSS_ENCODER, shape=shape))
     return roles
-
-
-async def _play_all(engines: Engines, http: httpx.AsyncClient, report: Report) -> list[ListRow]:
-    options, dice = report.options, random.Random(report.options.seed)
-    costs = (await engines[OURS].info()).costs
-    ways: list[str] = []
-    for name in engines.clients:
-        ways += (SINGLE, OURS) if name == OURS else (name,)
-    rows: list[ListRow] = []
-    with RoundPlayer(report.console, options.repeats, len(ways) * len(options.items)) as player:
-        for count in options.items:
-            # All ways of a round get the same list, so that their scores can be compared.
-            lists = [_make_list(dice, options, count) for _ in range(options.repeats + 1)]
-            asked = dict.fromkeys(ways, 0)
-
-            async def run(way: str, lists: Any = lists, asked: Any = asked) -> ListAnswer:
-                engine = engines[OURS if way == SINGLE else way]
-                await engine.flush_cache()
-                body = lists[asked[way]]
-                asked[way] += 1
-                return await ask_list(http, engine.url, way, body)
-
-            answers = await player.play(ways, run, f"{count} items")
-            tokens = options.query + count * options.item
-            bound = forward_seconds(costs.points if costs else [], tokens)
-            rows += summarise(count, answers, bound)
-    return rows
 
 
 def _make_list(dice: random.Random, options: argparse.Namespace, count: int) -> dict[str, Any]:

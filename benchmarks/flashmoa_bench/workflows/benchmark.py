@@ -211,16 +211,42 @@ class WorkflowRow:
 
 
 async def _measure(report: Report) -> None:
+    options, rows = report.options, list[WorkflowRow]()
     async with (
         # Every copy has room in this pool, even if the copies share nothing.
         report.connect(ROLES, 60_000, [GUIDE, PAPER]) as engines,
         AsyncExitStack() as stack,
     ):
-        clients = _make_clients(engines, report.options.tokens)
+        clients = _make_clients(engines, options.tokens)
         for pair in clients.values():
             stack.push_async_callback(pair.close)
-        rows = await _play_all(clients, report)
-    show(rows, report)
+        grid: list[tuple[AgentWorkflow, int, list[WorkflowWay]]] = [
+            (workflow, copies, [way for way in workflow.ways if (way not in STOCK) in clients])
+            for workflow in agent_workflows()
+            if workflow.name in options.workflows
+            for copies in options.copies or workflow.paper
+        ]
+
+        async def run(way: WorkflowWay, workflow: AgentWorkflow, copies: int) -> list[WorkflowRun]:
+            return await play(workflow, clients[way not in STOCK], way, copies)
+
+        total = sum(len(ways) for _workflow, _copies, ways in grid)
+        with RoundPlayer(report.console, options.repeats, total) as player:
+            for workflow, copies, ways in grid:
+                play_once = partial(run, workflow=workflow, copies=copies)
+                label = f"{workflow.name}, {copies} at once:"
+                rows += _make_rows(workflow, copies, await player.play(ways, play_once, label))
+    played = {row.way for row in rows}
+    report.show(
+        "End to end, seconds",
+        rows,
+        "".join(f"  {way}: {about}\n" for way, about in WAYS.items() if way in played)
+        + "  response: from the last token that the last agents waited for to their own.\n"
+        "  least: what the agents on the critical path decode; no linking can be faster.\n"
+        "  paper: FlashAgents, Figure 7, over a baseline that runs one agent at a time.\n"
+        "  same texts: as in the first round of the first way.",
+        left=("workflow", "way"),
+    )
     report.save({"rows": rows})
 
 
@@ -235,28 +261,6 @@ def _make_clients(engines: Engines, tokens: int) -> dict[bool, Clients]:
     if "stock_small" in engines and "stock_large" in engines:
         clients[False] = make_pair("stock_small", "stock_large")
     return clients
-
-
-async def _play_all(clients: Mapping[bool, Clients], report: Report) -> list[WorkflowRow]:
-    options = report.options
-    grid: list[tuple[AgentWorkflow, int, list[WorkflowWay]]] = [
-        (workflow, copies, [way for way in workflow.ways if (way not in STOCK) in clients])
-        for workflow in agent_workflows()
-        if workflow.name in options.workflows
-        for copies in options.copies or workflow.paper
-    ]
-
-    async def run(way: WorkflowWay, workflow: AgentWorkflow, copies: int) -> list[WorkflowRun]:
-        return await play(workflow, clients[way not in STOCK], way, copies)
-
-    rows: list[WorkflowRow] = []
-    total = sum(len(ways) for _workflow, _copies, ways in grid)
-    with RoundPlayer(report.console, options.repeats, total) as player:
-        for workflow, copies, ways in grid:
-            play_once = partial(run, workflow=workflow, copies=copies)
-            label = f"{workflow.name}, {copies} at once:"
-            rows += _make_rows(workflow, copies, await player.play(ways, play_once, label))
-    return rows
 
 
 def _make_rows(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> list[WorkflowRow]:
@@ -290,21 +294,6 @@ def _make_rows(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> 
         )
         for way, own in seconds.items()
     ]
-
-
-def show(rows: Sequence[WorkflowRow], report: Report) -> None:
-    """Print the table, and explain its columns."""
-    played = {row.way for row in rows}
-    report.show(
-        "End to end, seconds",
-        rows,
-        "".join(f"  {way}: {about}\n" for way, about in WAYS.items() if way in played)
-        + "  response: from the last token that the last agents waited for to their own.\n"
-        "  least: what the agents on the critical path decode; no linking can be faster.\n"
-        "  paper: FlashAgents, Figure 7, over a baseline that runs one agent at a time.\n"
-        "  same texts: as in the first round of the first way.",
-        left=("workflow", "way"),
-    )
 
 
 _NAMES = [workflow.name for workflow in agent_workflows()]

@@ -61,7 +61,6 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Return the seconds that are left."""
         return self.options.budget - (time.perf_counter() - self.begun)
 
     @property
@@ -69,7 +68,6 @@ class Run:
         return "".join(machine()["gpus"])
 
     def read_expected(self) -> Expected | None:
-        """Return the times of modelled GPUs, if their file exists."""
         file: Path = self.options.expected
         return json.loads(file.read_text()) if file.exists() else None
 

@@ -76,10 +76,7 @@ class Engines:
     """Connected engines, by the names of their roles.
 
     A PD pair that was started here has three clients: ``NAME`` for its router, ``NAME_prefill`` and
-    ``NAME_decode`` for its engines.
-
-    Attributes:
-        notes: descriptions of the engines, for reports.
+    ``NAME_decode`` for its engines. Reports print the ``notes``.
     """
 
     clients: Mapping[str, EngineClient]

@@ -69,10 +69,6 @@ class Report:
 
     It records the machine's load averages (1, 5 and 15 minutes) before and after the run. The later
     averages include the run itself.
-
-    Args:
-        bench: name of the benchmark.
-        arguments: its parsed command line.
     """
 
     def __init__(self, bench: str, arguments: argparse.Namespace) -> None:
@@ -123,7 +119,6 @@ class Report:
         return self._document.get("engines", {})
 
     def print_head(self) -> None:
-        """Print command, versions, machine and engines."""
         document = self._document
         packages = [f"{name} {value}" for name, value in document["versions"].items() if value]
         hardware = document["machine"]

@@ -216,8 +216,6 @@ class AgentsRow:
 
 
 def summarise(rounds: dict[str, list[Replay]]) -> list[AgentsRow]:
-    """Summarise the replays of each way."""
-
     def mean_seconds(way: str) -> float:
         return mean(each.seconds for one in rounds[way] for each in one.returns)
 

@@ -54,7 +54,6 @@ class HandoffCell:
 
     @property
     def sequential(self) -> float:
-        """Return T of the better baseline."""
         return min(value for way, value in self.seconds.items() if way != LINKED)
 
     @property
@@ -181,7 +180,6 @@ def _to_results(cells: Sequence[HandoffCell]) -> dict[str, Any]:
 
 
 def show(cells: Sequence[HandoffCell], report: Report) -> None:
-    """Print the table and its summary."""
     report.show(
         "Handoff, in seconds; workload: tokens per second/prefix/upstream tokens/pipelines",
         cells,

@@ -33,7 +33,6 @@ class Workload:
     """*TPS/Prefix/Upstream* of Figure 6 at one concurrency.
 
     Attributes:
-        tps: tokens per second of each upstream agent.
         prefix: known tokens, which the pipelines of a round share.
         upstream: tokens that each upstream agent writes; nothing is shared.
     """

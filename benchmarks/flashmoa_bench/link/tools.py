@@ -43,7 +43,6 @@ class ToolAgents:
 
     Attributes:
         prompt, answer: tokens of an agent's first prompt, and of each answer.
-        calls: number of times that each agent calls its tools.
         tools: a call's tools, which run at once, in the order of their ends.
         reflects: whether a prompt after tools begins otherwise than the previous prompt.
         strangers: other requests per second; each has half the tokens of a first prompt.

@@ -50,7 +50,6 @@ class LatencyWay:
     """A way to answer.
 
     Attributes:
-        sizes: size of each agent's model, by layer.
         plugin: whether it runs on engines with the plugin, and prompts overlap.
         early_exit: its rule; ``undecided`` decides and never leaves.
         paper: Faster-MoA's latency over all-to-all's; ``None`` if the paper has none.
@@ -106,7 +105,6 @@ class LatencyAnswer:
     """One question's figures in one way; times in seconds of the modelled GPUs.
 
     Attributes:
-        question: the question's number in its set.
         least: decode time of the critical path; no linking can be faster.
         second: mean time of the second layer's agents, from the end of their inputs to their end.
         written: tokens of all answers, estimated for cancelled agents.
@@ -137,7 +135,6 @@ class Asker:
     Attributes:
         early_exit: the command line's policy, without embedder and seed.
         embedding: seconds of the embedding model for an answer, by the answer's tokens.
-        seed: seed of the questions' texts.
     """
 
     rig: Rig

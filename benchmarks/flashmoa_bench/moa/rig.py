@@ -38,9 +38,7 @@ class AgentScript:
     """One agent's answer.
 
     Attributes:
-        size: size of its model.
-        draw: index of its recorded answer, among the answers of this size.
-        tokens: its length.
+        draw: index of its recorded answer, among the answers of its model's size.
         confidence: geometric mean of its tokens' probabilities.
     """
 
@@ -55,7 +53,6 @@ class ScriptOptions:
     """How scripts are made.
 
     Attributes:
-        scale: factor of all lengths.
         longest: largest number of tokens of an answer, after scaling.
         equal: tokens of every answer; ``None`` for the recorded lengths.
         later_tokens: tokens of every answer after the first layer; ``None`` for recorded lengths.
@@ -80,7 +77,6 @@ class QuestionScript:
     """A question, and its answers' lengths and confidences.
 
     Attributes:
-        question: has the recorded answers.
         prompt: tokens of the question.
         agents: the agents by name, ``LAYER.PLACE``, both counted from 1.
     """
@@ -257,7 +253,6 @@ class Rig:
     Attributes:
         engines: engines by size: with the plugin, and stock engines by ``stock_`` and size.
         own: every engine by its name. A PD pair has two engines.
-        words: words that are a single token each.
     """
 
     engines: Mapping[str, Sequence[RecordedEngine]]

@@ -227,7 +227,6 @@ class Prefills:
     """Equal prefills, which cost as much together as a forward's real prefills.
 
     Args:
-        requests: number of requests.
         tokens: new tokens of all requests together.
         cached: tokens before the new tokens, per request. Attention reads them.
     """
@@ -257,7 +256,6 @@ class Forward:
     """The work of a forward: prefills, and decodes of a single token each.
 
     Args:
-        decodes: number of requests that decode.
         context: mean context of the requests in tokens, with the new token.
     """
 

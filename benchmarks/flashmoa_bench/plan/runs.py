@@ -42,12 +42,7 @@ class TeamRun:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All copies of the team, run at once on empty caches.
-
-    Attributes:
-        seconds: time from the start to the end of the last copy.
-        devices: each engine's report of its modelled GPU, counted during this round.
-    """
+    """All copies of the team, run at once on empty caches; ``devices`` counts this round alone."""
 
     way: Way
     seconds: float

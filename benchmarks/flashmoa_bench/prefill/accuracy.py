@@ -45,7 +45,6 @@ class Outcome:
     Attributes:
         right: the right label: 0 positive, 1 negative.
         scored: the likelier label by the prefill.
-        decoded: the label in the decoded answer; ``None`` if there is none.
         mass: the probability of both labels together.
     """
 

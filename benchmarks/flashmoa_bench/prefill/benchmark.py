@@ -75,7 +75,6 @@ def _arguments(role: Role, options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def make_requests(options: argparse.Namespace) -> list[PrefillRequest]:
-    """Return the mix at the scale of this run."""
     table = tuple(dataset.scaled(options.lengths) for dataset in TABLE_2)
     return to_requests(Mix(table, options.scale).prompts(options.seed))
 

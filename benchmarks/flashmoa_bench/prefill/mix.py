@@ -109,7 +109,6 @@ class Mix:
 
 
 def _documents(dataset: Dataset, scale: float, dice: random.Random) -> Iterator[list[MixPrompt]]:
-    """Yield the requests about each document."""
     instruction = _random_tokens(dataset.instruction, dice)
     count = max(1, round(dataset.requests * scale))
     for begin in range(0, count, dataset.siblings):

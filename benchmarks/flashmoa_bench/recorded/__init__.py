@@ -25,8 +25,7 @@ class RecordedQuestion:
 
     Attributes:
         number: place of the question in its published set, from 0.
-        prompt: number of the question's tokens.
-        lengths: numbers of the answers' tokens, by size.
+        prompt, lengths: tokens of the question, and of the answers by size.
         similarities: similarity of two answers, in [0, 1], by their indices among all answers in
             the order of ``lengths``; the smaller index comes first.
     """
@@ -59,12 +58,7 @@ class RecordedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSet:
-    """A published set of answers.
-
-    Attributes:
-        source: who published it, and where.
-        models: the models that wrote the answers, by size.
-    """
+    """A published set of answers, by models of several sizes."""
 
     source: str
     models: Mapping[str, Sequence[str]]

@@ -12,7 +12,7 @@ from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role, _given_urls
 from flashmoa_bench.harness.report import _to_json
 from flashmoa_bench.harness.requests import TimedAnswer
-from flashmoa_bench.harness.rounds import alternate, gaps, percentile
+from flashmoa_bench.harness.rounds import gaps, percentile
 from flashmoa_bench.link import (
     ablation,
     chunk,
@@ -91,10 +91,6 @@ def test_percentiles_are_values_that_occurred() -> None:
     with pytest.raises(ValueError, match="at least one"):
         percentile([], 0.5)
     assert gaps([1, 2, 4]) == [1, 2]
-
-
-def test_every_way_goes_first_equally_often() -> None:
-    assert alternate(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
 
 
 def test_ablation_rows_have_the_papers_figures() -> None:

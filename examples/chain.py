@@ -1,12 +1,12 @@
 """Run a chain of four travel agents, linked: planner -> local -> language -> summary.
 
-Each agent has its own sections of a travel guide in its prompt, and reads what the agents before it
-wrote. They take turns on two engines: while an agent writes on one, the other one prefills the
-prompt of the next agent, if the chain is linked.
+Each agent has its own sections of a travel guide in its prompt, and reads the earlier agents'
+answers. They take turns on two engines: while an agent writes on one engine, the other engine
+prefills the next agent's prompt, if the chain is linked.
 
 Without arguments this serves a small real model, SmolLM2-135M-Instruct, on two real SGLang engines
 on this machine's CPU, measures the chain unlinked, warmed and linked, and prints the last plan. Two
-modes differ if every run of one mode took less time than every run of the other mode. The exit
+modes differ if the slowest run of the first is faster than the fastest run of the second. The exit
 status is 1 if a text differs. On your own engines:
 
     python examples/chain.py --engine-a http://HOST:30000 --model-a NAME \\
@@ -27,7 +27,7 @@ from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.link.link import Ahead
 
 TASK = "Plan a three day trip to Nepal for two people who like walking and food."
-# What each agent knows of the guide, and what it is to do.
+# Each agent's sections of the guide, and its task.
 ROLES = {
     "planner": (
         ["Sample itineraries"],
@@ -46,7 +46,7 @@ ROLES = {
         "You merge the plan and every remark into one complete final travel plan.",
     ),
 }
-# What is prefilled ahead of requests: ``link(team, ahead=...)``, by default ``text``.
+# The text that is prefilled ahead of requests: ``link(team, ahead=...)``, by default ``text``.
 MODES: dict[str, Ahead] = {
     "unlinked": "nothing",  # Only reports events, for the comparison.
     "warmed": "known",  # Prefills only the part known beforehand.

@@ -73,7 +73,7 @@ class Run:
 
     @property
     def calls(self) -> list[Call]:
-        """The agents' calls, in the order in which they began."""
+        """The agents' calls, in the order of their starts."""
         return [call for call in calls(self.events) if call.finished is not None]
 
     @property
@@ -179,7 +179,7 @@ async def run_once(
     mode: str,
     ahead: Ahead,
 ) -> Run:
-    """Run a team on empty caches; ``ahead`` says what is prefilled before its requests."""
+    """Run a team on empty caches; ``ahead`` names the text that is prefilled ahead of requests."""
     for client in clients:
         # On a busy machine an engine that has just started may still be busy with itself.
         await client.engine.flush_cache(wait_seconds=300)
@@ -210,7 +210,7 @@ async def run_team(team: BaseGroupChat, task: str) -> TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """The figures of one handoff in one mode; medians over the mode's runs.
+    """A handoff's figures in a mode; medians over the mode's runs.
 
     Attributes:
         seconds: time from the upstream agent's last token to the downstream agent's first.
@@ -234,7 +234,7 @@ class Handoff:
 def compare(name: str, seconds: Sequence[float], other: str, other_seconds: Sequence[float]) -> str:
     """Say how long the runs of two modes took, and whether the modes differ.
 
-    Two modes differ if every run of one mode took less time than every run of the other mode.
+    Two modes differ if all runs of the first took less time than all runs of the second.
     """
     ratio = median(seconds) / median(other_seconds)
     if min(len(seconds), len(other_seconds)) == 1:
@@ -254,7 +254,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 class Comparison:
-    """Compares runs in several modes with those in the first mode."""
+    """Compares runs in several modes with the first mode's runs."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._modes = {run.mode: [each for each in runs if each.mode == run.mode] for run in runs}

@@ -1,9 +1,9 @@
-"""Run a linked team on two engines behind one address, that of a front end of NVIDIA Dynamo.
+"""Run a linked team on two engines behind one address, a front end of NVIDIA Dynamo.
 
-The clients know the front end only. It routes each request to one of the workers, and says where
-the next one would go, so that its prompt is prefilled there while the agent before it writes.
+The clients know the front end only. It routes each request to a worker, and says where the next
+request would go. So that worker prefills the next agent's prompt while an agent writes.
 
-``make demo-dynamo`` starts all of it on this machine's CPU, with a small model that writes English.
+``make demo-dynamo`` starts everything on this machine's CPU, with a small English model.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Dynamo:
 async def start_dynamo(
     model: Path | str, folder: Path, *arguments: str, workers: int = 2
 ) -> AsyncGenerator[Dynamo]:
-    """Start a front end and workers, one on each core, and wait until all of them are ready.
+    """Start a front end and workers, one on each core, and wait until all are ready.
 
     Args:
-        folder: for logs, and for what Dynamo's processes tell each other of themselves.
+        folder: for logs, and for the registry of Dynamo's processes.
         arguments: further arguments of `flashmoa serve`.
 
-    Raises: RuntimeError if one of them ends at its start; TimeoutError after five minutes.
+    Raises: RuntimeError if a process ends at its start; TimeoutError after five minutes.
     """
     shared = {**os.environ, "DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "warn"}
     shared |= {"DYN_EVENT_PLANE": "zmq", "DYN_REQUEST_PLANE": "tcp"}
@@ -104,8 +104,8 @@ async def start_dynamo(
 def _one_core(core: int) -> dict[str, str]:
     """Return the environment of an engine that computes on one core.
 
-    With a thread on every core each, two engines would wait for each other's in every operation.
-    The first variable is read on CPUs for which SGLang has kernels, the second on all others.
+    Two engines with a thread on every core would wait for each other in every operation. SGLang
+    reads the first variable on CPUs that it has kernels for, and the second on other CPUs.
     """
     core %= os.cpu_count() or 1
     return {"SGLANG_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}

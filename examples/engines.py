@@ -39,7 +39,7 @@ def one_engine_arguments(about: str | None) -> argparse.Namespace:
 
 @asynccontextmanager
 async def one_engine(url: str | None) -> AsyncGenerator[str]:
-    """Yield the given URL, or that of an engine started here with a tiny model."""
+    """Yield the given URL, or start an engine with a tiny model and yield its URL."""
     if url is not None:
         yield url
         return
@@ -64,11 +64,11 @@ def two_engine_parser(about: str | None, tokens: int) -> argparse.ArgumentParser
 async def two_engines(
     arguments: argparse.Namespace, text: Path, console: Console, *, real: bool = False
 ) -> AsyncGenerator[tuple[str, str]]:
-    """Yield the given URLs, or those of two engines started here, one per core.
+    """Yield the given URLs, or start two engines, one per core, and yield their URLs.
 
     Args:
         arguments: command line, parsed by :func:`two_engine_parser`.
-        text: file on which the tiny models' tokenizer is trained.
+        text: file to train the tiny models' tokenizer on.
         real: whether both serve SmolLM2, which writes English, and no tiny models.
 
     Raises: ValueError if one URL is given without the other.
@@ -102,5 +102,5 @@ async def two_engines(
 
 
 def print_timeline(events: Sequence[Event], console: Console) -> None:
-    """Print a chart of what each agent did when."""
+    """Print a chart of the agents' work over time."""
     console.print(draw(lanes(events), min(console.width, 110)), markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Run three reviewers of one paper and a meta-reviewer who weighs their reviews, linked.
+"""Run three reviewers of a paper and a meta-reviewer who weighs their reviews, linked.
 
 The reviewers run at the same time on engine A, the meta-reviewer on engine B with a larger model.
 Its prompt begins with the same paper and ends with the reviews. If the team is linked, most of the

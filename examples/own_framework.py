@@ -1,4 +1,4 @@
-"""Link a framework of one's own: a toy framework of 40 lines, and all that its adapter takes.
+"""Link a framework of one's own: a toy framework of 40 lines, and its whole adapter.
 
 python examples/own_framework.py [--engine http://HOST:30000 --model NAME]
 """
@@ -35,13 +35,13 @@ class Speaker:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def read(self, said: Sequence[str]) -> list[dict[str, str]]:
-        """Return what it sends when others have said that."""
+        """Return the agent's messages after these earlier messages."""
         return [{"role": "user", "content": text} for text in [f"You are {self.name}.", *said]]
 
 
 @dataclass
 class Relay:
-    """The framework: runs agents one after the other, each of which reads all that was said."""
+    """The framework: runs agents in turn. Each reads the whole conversation."""
 
     agents: list[Speaker]
     said: list[str] = field(default_factory=list[str])
@@ -59,7 +59,7 @@ class Relay:
         return self.said[-1]
 
     async def _ask(self, agent: Speaker) -> str:
-        # What follows is the framework's client. Unlinked, an observer hears in vain.
+        # This is the framework's client. If it is not linked, the observer has no effect.
         observer = CallObserver() if self.link is None else self.link.observe(agent)
         messages, text, usage = agent.read(self.said), "", None
         with ObservedCall([observer]) as call:

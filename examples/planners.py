@@ -13,12 +13,12 @@ ROLES = {
     "writer": "You write the final plan.",
 }
 
-# Returns an agent's answer, given its name, its instructions and what it is asked.
+# Returns an agent's answer, given its name, its instructions and its question.
 Ask = Callable[[str, str, str], Awaitable[str]]
 
 
 async def plan(ask: Ask) -> str:
-    """Return the writer's plan; each agent reads what those before it wrote."""
+    """Return the writer's plan; each agent reads the earlier agents' answers."""
     guide, text = GUIDE.read_text(), TASK
     for name, role in ROLES.items():
         answer = await ask(name, f"{guide}\n\n{role}", text)

@@ -69,7 +69,7 @@ CLIENTS: dict[str, Callable[[str], Ranked]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the ranking of one client, or of all."""
+    """Print a client's ranking, or all clients'."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", default="http://127.0.0.1:30000", metavar="URL")
     parser.add_argument("--client", choices=CLIENTS, help="by default, all of them")

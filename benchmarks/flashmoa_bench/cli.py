@@ -1,91 +1,42 @@
-"""List the benchmarks, and run the one that ``flashmoa bench NAME`` asks for."""
+"""List the benchmarks, and run the benchmark that ``flashmoa bench NAME`` names."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 
 from flashmoa.errors import EngineError
 
-
-@dataclass(frozen=True, slots=True)
-class Benchmark:
-    """A benchmark that ``flashmoa bench`` can run.
-
-    Attributes:
-        module: module name below ``flashmoa_bench``; its ``main(arguments)`` returns the exit
-            status.
-        about: one line that says what the benchmark measures.
-    """
-
-    module: str
-    about: str
-
-
-# By the folder of their modules, in the order of the list.
+# Titles of the list, by the folder of the benchmarks' modules.
 _GROUPS = {
     "link": "Links between agents",
     "workflows": "Whole teams",
     "moa": "Mixtures of agents, staircases and debates",
     "prefill": "Scores, and other work without decoding",
     "routing": "Several engines",
-    "devices": "Modelled GPUs",
 }
+# Modules below ``flashmoa_bench``, whose ``main`` runs the benchmark, and the subject.
 BENCHMARKS = {
-    "handoff": Benchmark(
-        "link.handoff", "how soon an agent answers after the agent whose text it reads"
-    ),
-    "ablation": Benchmark(
-        "link.ablation", "what streamed texts and shared prefixes gain, each alone"
-    ),
-    "without_plugin": Benchmark(
-        "link.without_plugin", "links on engines without the plugin, and what the plugin adds"
-    ),
-    "shared_engine": Benchmark(
-        "link.shared_engine", "chains of agents on one engine, which costs others time"
-    ),
-    "tools": Benchmark("link.tools", "how soon an agent answers when its tools have run"),
-    "coding_agents": Benchmark(
-        "link.coding_agents", "recorded coding agents that need twice the KV pool"
-    ),
-    "schedule": Benchmark("link.schedule", "links together with shortest-job-first"),
-    "chunk": Benchmark("link.chunk", "what prefilling a prompt in pieces costs"),
-    "interference": Benchmark(
-        "link.interference", "what the plugin and its links cost other requests"
-    ),
-    "client": Benchmark("link.client", "time that links take from a program's event loop"),
-    "workflows": Benchmark(
-        "workflows.benchmark", "chain, mapreduce and slides, with each part of FlashMoA and without"
-    ),
-    "moa_accuracy": Benchmark(
-        "moa.accuracy", "right answers of mixtures of real models, and of each model alone"
-    ),
-    "moa_latency": Benchmark(
-        "moa.latency", "time of mixtures of three models: topologies, links, early exit, PD pairs"
-    ),
-    "staircases": Benchmark(
-        "moa.staircases", "how soon staircases and debates begin to answer, and how fast they write"
-    ),
-    "prefill_only": Benchmark(
-        "prefill.benchmark", "probabilities of given answers, against one generated token"
-    ),
-    "score_lists": Benchmark(
-        "prefill.lists", "one request with a list: stock SGLang's /v1/score, ours, and embeddings"
-    ),
-    "score_accuracy": Benchmark(
-        "prefill.accuracy", "a real model's answers by probabilities, and by decoding"
-    ),
-    "asyncep": Benchmark(
-        "prefill.asyncep", "mixture-of-experts models with their experts in host memory"
-    ),
-    "router_measured": Benchmark(
-        "routing.measured", "flashmoa router and other routers, before modelled engines"
-    ),
-    "device_check": Benchmark(
-        "devices.check", "how far modelled GPUs can be trusted: against measurements on real ones"
-    ),
+    "handoff": ("link.handoff", "how soon an agent answers after the agent whose text it reads"),
+    "ablation": ("link.ablation", "what streamed texts and shared prefixes gain, each alone"),
+    "without_plugin": ("link.without_plugin", "links without the plugin, and what the plugin adds"),
+    "shared_engine": ("link.shared_engine", "chains of agents that share one engine"),
+    "tools": ("link.tools", "how soon an agent answers when its tools have run"),
+    "coding_agents": ("link.coding_agents", "recorded coding agents that need twice the KV pool"),
+    "schedule": ("link.schedule", "links together with shortest-job-first"),
+    "chunk": ("link.chunk", "what prefilling a prompt in pieces costs"),
+    "interference": ("link.interference", "what the plugin and its links cost other requests"),
+    "client": ("link.client", "time that links take from a program's event loop"),
+    "workflows": ("workflows.benchmark", "chain, mapreduce and slides, technique by technique"),
+    "moa_accuracy": ("moa.accuracy", "right answers of mixtures and of single real models"),
+    "moa_latency": ("moa.latency", "time of mixtures of three models, technique by technique"),
+    "staircases": ("moa.staircases", "first token and rate of staircases and debates"),
+    "prefill_only": ("prefill.benchmark", "probabilities of given answers, against one token"),
+    "score_lists": ("prefill.lists", "a list in one request: stock /v1/score, ours, embeddings"),
+    "score_accuracy": ("prefill.accuracy", "a real model's answers by probabilities, and decoded"),
+    "asyncep": ("prefill.asyncep", "mixture-of-experts models with experts in host memory"),
+    "router_measured": ("routing.measured", "flashmoa router and others, before modelled engines"),
 }
 
 
@@ -104,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     try:
-        benchmark = import_module(f"flashmoa_bench.{BENCHMARKS[name].module}")
+        benchmark = import_module(f"flashmoa_bench.{BENCHMARKS[name][0]}")
         return int(benchmark.main(arguments[1:]))
     except KeyboardInterrupt:
         return 130
@@ -124,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _engine_problems(error: BaseException) -> list[str] | None:
-    """Return the messages of all EngineErrors in ``error``, without repetitions.
+    """Return the messages of all EngineErrors in ``error``, each once.
 
     ``None`` if ``error`` is, or contains, an exception of another type.
     """
@@ -144,8 +95,8 @@ def _usage() -> str:
     lines = ["usage: flashmoa bench NAME [options]"]
     for group, title in _GROUPS.items():
         lines.append(f"\n{title}:")
-        for name, bench in BENCHMARKS.items():
-            if bench.module.startswith(f"{group}."):
-                lines.append(f"  {name.replace('_', '-'):15}  {bench.about}")
+        for name, (module, about) in BENCHMARKS.items():
+            if module.startswith(f"{group}."):
+                lines.append(f"  {name.replace('_', '-'):15}  {about}")
     lines.append("\nflashmoa bench NAME --help lists its options; docs/benchmarks.md explains the")
     return "\n".join([*lines, "figures and names their papers.\n"])

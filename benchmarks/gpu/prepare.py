@@ -1,7 +1,7 @@
-"""Fill .gpu with all that a machine with one GPU and without network needs for the checks.
+"""Fill .gpu with everything that the checks need on a machine with one GPU and no network.
 
-``make gpu-prepare`` runs it, where package indexes are reached; no GPU is needed. The folder and
-the repository's files go to the machine together.
+``make gpu-prepare`` runs this, with a network; it needs no GPU. The folder and the repository's
+files then go to the machine together.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the folder and the repository's files may have together, in bytes.
-LIMIT = 64 * 2**20
-# Its wheel has kernels for many GPUs; only those of Hopper are taken.
+# The wheel has kernels for many GPUs. The kit takes only Hopper's.
 KERNELS, ARCHITECTURE = "sglang-kernel==0.4.2.post2", "sm90"
 PYTHON = ("--python-version", "3.12", "--implementation", "cp")
 _GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)
-# Of the models, only their shapes: their weights are dummies.
+# The checks need only the models' shapes. Their weights are dummies.
 MODELS = {"qwen3-8b": "Qwen--Qwen3-8B", "qwen3-30b-a3b": "Qwen--Qwen3-30B-A3B"}
-# SGLang finds the plugin by the metadata of its package. Its code is taken from the repository.
+# SGLang finds the plugin by its package's metadata. The code comes from the repository.
 PROJECTS = (".", "server_patches")
 
 
 def download(folder: Path, *what: str) -> None:
-    """Download wheels for Python 3.12 on x86-64 Linux. Raises: SystemExit if one is not found."""
+    """Download wheels for Python 3.12 on x86-64 Linux. Raises: SystemExit if one is missing."""
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in _GLIBC] + ["manylinux2014_x86_64"]
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
@@ -47,7 +45,7 @@ def download(folder: Path, *what: str) -> None:
 
 
 def take_kernels(site: Path) -> None:
-    """Put the package of kernels into a folder, with those of one architecture."""
+    """Unpack the wheel of kernels into a folder, with one architecture's kernels."""
     with tempfile.TemporaryDirectory() as folder:
         download(Path(folder), KERNELS)
         (wheel,) = Path(folder).glob("*.whl")
@@ -56,13 +54,12 @@ def take_kernels(site: Path) -> None:
 
 
 def is_needed(name: str) -> bool:
-    """Return whether a file of the wheel of kernels is needed."""
     is_code = name.startswith("sgl_kernel/") and name.endswith(".py")
     return is_code or f"/{ARCHITECTURE}/" in name or ".dist-info/" in name
 
 
 def write_metadata(site: Path) -> None:
-    """Write what Python knows of our packages once they are installed: versions, entry points."""
+    """Write the metadata of our packages as if they were installed: versions, entry points."""
     for place in PROJECTS:
         project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]
         name, version = project["name"], project["version"]
@@ -81,7 +78,7 @@ def write_metadata(site: Path) -> None:
 
 
 def write_models(folder: Path) -> None:
-    """Write the configurations of the models, from those of aiconfigurator-core."""
+    """Copy the models' configurations from aiconfigurator-core."""
     shapes: Any = files("aiconfigurator_core") / "model_configs"
     for name, source in MODELS.items():
         config = json.loads((shapes / f"{source}_config.json").read_text())
@@ -90,7 +87,7 @@ def write_models(folder: Path) -> None:
 
 
 def take_libraries(folder: Path) -> None:
-    """Copy libnuma, which the kernels need and a bare machine may lack."""
+    """Copy libnuma: the kernels need it, and a bare machine may lack it."""
     folder.mkdir(parents=True, exist_ok=True)
     name = ctypes.util.find_library("numa")
     found = [path for path in Path("/usr/lib").rglob(name or "libnuma.so.1") if path.exists()]
@@ -101,12 +98,11 @@ def take_libraries(folder: Path) -> None:
 
 
 def size_of(paths: list[Path]) -> int:
-    """Return the bytes of files."""
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def check_sizes(folder: Path, tracked: list[Path], limit: int) -> str:
-    """Return a line with both sizes. Raises: SystemExit if they are above ``limit`` together."""
+    """Return a line with both sizes in bytes. Raises: SystemExit if their sum exceeds ``limit``."""
     carried, own = size_of(list(folder.rglob("*"))), size_of(tracked)
     text = (
         f"{folder}: {carried:,} bytes; the repository's files: {own:,} bytes; together "
@@ -118,7 +114,6 @@ def check_sizes(folder: Path, tracked: list[Path], limit: int) -> str:
 
 
 def tracked_files() -> list[Path]:
-    """Return the files of the repository that git tracks."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     return [ROOT / name for name in listed.stdout.decode().split("\0") if name]
 
@@ -126,7 +121,7 @@ def tracked_files() -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--limit", type=int, default=LIMIT, help="bytes, with the repository's files"
+        "--limit", type=int, default=64 * 2**20, help="bytes, with the repository's files"
     )
     options = parser.parse_args()
     out = ROOT / ".gpu"

@@ -31,12 +31,12 @@ class Engines:
 
 
 async def start(*, real: bool = False) -> Engines:
-    """Start two engines with tiny models, one per core; or take those of FLASHMOA_ENGINE.
+    """Start two engines with tiny models, one per core; or take FLASHMOA_ENGINE's engines.
 
     If ``real``, both have SmolLM2 instead, which writes English.
 
-    This environment variable has one URL, or two separated by a space. Engines that are started run
-    until :meth:`Engines.stop`, or until the notebook ends.
+    This environment variable has one URL, or two separated by a space. Started engines run until
+    :meth:`Engines.stop`, or until the notebook ends.
     """
     urls = os.environ.get("FLASHMOA_ENGINE", "").split()
     async with AsyncExitStack() as stack:

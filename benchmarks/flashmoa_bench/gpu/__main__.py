@@ -1,7 +1,7 @@
 """Check and measure FlashMoA on one GPU: stages with time limits, the most valuable ones first.
 
-Results are written after every stage, and after every try to start an engine. What fails is
-recorded, and the next stage goes on. Nothing outlives this program.
+Results are written after every stage and every try to start an engine. A failure is recorded, and
+the next stage goes on. Nothing outlives this program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +29,24 @@ from flashmoa_bench.gpu.engines import (
     GPU_WAYS,
     GpuEngines,
     Wanted,
-    describe,
     gpu_engines,
 )
 from flashmoa_bench.gpu.forwards import Expected
 from flashmoa_bench.harness.engines import random_words
 from flashmoa_bench.harness.report import machine, versions
 
-# Bytes. Less holds half of the layers of the model with experts, and two engines of the other one.
-_SMALL_MEMORY = 100 * 10**9
-_LEAST_SECONDS = 20.0
-# Costs, with no meaning, for engines without streams. Where each step copies all experts, measuring
-# them takes minutes, in which an engine is not idle.
+# Costs without meaning, for engines without streams. With experts in host memory, the measurement
+# would keep the engine busy for minutes.
 _COSTS = Path(__file__).with_name("costs.json")
 
 
 @dataclass
 class Run:
-    """One run: its options, its engines and what it has found so far.
+    """One run: its options, its engines and its results so far.
 
     Attributes:
-        models: folders of the model of most stages, and of that with experts.
-        stage: ends the stage that is played at its deadline.
+        models: folders of the dense model and of the model with experts.
+        stage: cancelled at the current stage's deadline.
         found: results, by stage.
     """
 
@@ -65,7 +61,6 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Return the seconds that are left."""
         return self.options.budget - (time.perf_counter() - self.begun)
 
     @property
@@ -73,7 +68,6 @@ class Run:
         return "".join(machine()["gpus"])
 
     def read_expected(self) -> Expected | None:
-        """Return the times that modelled GPUs give, if their file is there."""
         file: Path = self.options.expected
         return json.loads(file.read_text()) if file.exists() else None
 
@@ -83,7 +77,7 @@ class Run:
             "seconds": time.perf_counter() - self.begun,
             "machine": machine(),
             "versions": versions(),
-            "engines": describe(self.engines.starts),
+            "engines": [asdict(start) for start in self.engines.starts],
             "stages": self.found,
         }
         scratch = self.options.out / "results.partial"
@@ -93,7 +87,7 @@ class Run:
     async def use(self, *names: str) -> None:
         """Have these engines run. Raises: EngineError if one does not start.
 
-        Their starts have the whole budget, and do not count against the stage's limit.
+        Starts may take the whole budget. They do not count against the stage's limit.
         """
         begun, deadline = anyio.current_time(), self.stage.deadline
         self.stage.deadline = begun + self.left
@@ -112,7 +106,7 @@ class Run:
         experts = (
             *("--chunked-prefill-size", most, "--max-prefill-tokens", most),
             *("--max-total-tokens", str(2 * int(most)), "--disable-cuda-graph"),
-            # SGLang would set a third of the memory aside that the engines before have left.
+            # By default SGLang would set aside a third of the memory that other engines left.
             *("--mem-fraction-static", "0.85", "--flashmoa-costs", str(_COSTS)),
         )
         model, with_experts = self.models
@@ -128,11 +122,11 @@ class Run:
         }[name]
 
     async def bench(self, key: str, name: str, arguments: str, **roles: str) -> None:
-        """Run a benchmark on running engines; what it has written is kept, if it is ended, too.
+        """Run a benchmark on running engines, and keep its results even if it is ended.
 
         Args:
-            key: of the results.
-            roles: names of the engines, by the benchmark's names.
+            key: key of the results.
+            roles: names of the engines, by the benchmark's roles.
         """
         file = self.options.out / "benchmark.json"
         file.unlink(missing_ok=True)
@@ -192,11 +186,11 @@ async def _hand_off(run: Run) -> None:
 
 
 async def _share(run: Run) -> None:
-    """Play chains and a stranger against an engine without mixed chunks, and one with them.
+    """Play chains and a stranger against a stock engine without mixed chunks, and with them.
 
-    A third engine has room on a large GPU only, and spares the next stage a start there.
+    On a large GPU, a third engine stays, so that the next stage need not start it.
     """
-    others = ("stock",) if run.options.cpu or run.options.memory >= _SMALL_MEMORY else ()
+    others = ("stock",) if run.options.cpu or run.options.has_room else ()
     for stock in ("stock", "mixed"):
         await run.use(stock, "plugin", *others)
         for chains in run.sizes.chains:
@@ -239,7 +233,7 @@ async def _experts(run: Run) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of the checks, and the seconds that it may take beside the engines' starts."""
+    """A stage of the checks; ``limit`` is its time in seconds without the engines' starts."""
 
     about: str
     limit: float
@@ -259,10 +253,10 @@ STAGES = {
 
 
 async def play(run: Run, names: Sequence[str]) -> int:
-    """Play stages one after the other. Return the number of problems, which are in the results."""
+    """Play stages in turn. Return the number of problems, which stand in the results."""
     for name in names:
         stage, begun = STAGES[name], time.perf_counter()
-        if run.left < _LEAST_SECONDS:
+        if run.left < 20:
             run.found[f"{name} problem"] = "no time was left"
             continue
         print(f"\n== stage {name}: {stage.about} ({run.left:.0f} s left)", flush=True)
@@ -282,10 +276,7 @@ async def play(run: Run, names: Sequence[str]) -> int:
 
 
 def _make_models(options: argparse.Namespace) -> tuple[Path, Path]:
-    """Return the folders of the models: tiny ones for a CPU, or of dummy weights, of fewer layers.
-
-    A model with dummy weights is its config.json.
-    """
+    """Return the models' folders: tiny models on a CPU, else configurations without weights."""
     cache: Path = options.out / "models"
     if options.cpu:
         cache.mkdir(parents=True, exist_ok=True)
@@ -295,7 +286,7 @@ def _make_models(options: argparse.Namespace) -> tuple[Path, Path]:
         )
         return one, two
     dense, experts = options.models / "qwen3-8b", options.models / "qwen3-30b-a3b"
-    if options.memory >= _SMALL_MEMORY:
+    if options.has_room:
         return dense, experts
     config = json.loads((experts / "config.json").read_text())
     config["num_hidden_layers"] //= 2
@@ -331,7 +322,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cpu", action="store_true", help="tiny models on this CPU, to try everything")
     add("--cache", type=Path, default=Path(".cache"), help="where tiny models are kept")
     options = parser.parse_args(arguments)
-    options.memory = _gpu_memory()
+    # A smaller GPU holds half of the layers with experts, and two engines of the dense model.
+    options.has_room = _gpu_memory() >= 100 * 10**9
     unknown = [name for name in options.stages.split(",") if name not in STAGES]
     if unknown:
         parser.error(f"there is no stage {unknown[0]!r}; stages are {', '.join(STAGES)}")

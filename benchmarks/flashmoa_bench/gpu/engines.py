@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,24 +19,10 @@ from anyio.abc import Process
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, free_port, wait_for_costs
 from flashmoa.errors import EngineError
+from flashmoa_bench.harness.engines import STOCK
 from flashmoa_bench.harness.modelled_gpus import read_server
+from flashmoa_bench.harness.report import SETTINGS
 from flashmoa_bench.harness.requests import ask
-
-# Makes SGLang load no plugin but the platform of a CPU, where that is installed.
-_STOCK = {"SGLANG_PLUGINS": "flashmoa_modelled_gpu"}
-# What explains a result, of what an engine says of itself.
-_SETTINGS = (
-    "version",
-    "attention_backend",
-    "chunked_prefill_size",
-    "enable_mixed_chunk",
-    "disable_overlap_schedule",
-    "disable_cuda_graph",
-    "max_total_num_tokens",
-)
-_FIRST_ANSWER_SECONDS = 60.0
-# An engine is used before it has measured its costs if that takes longer.
-_MEASURE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +33,14 @@ class Way:
     arguments: tuple[str, ...]
 
 
-# Dummy weights have no tokenizer. Grammars and flashinfer's sampling need packages that are large.
+# Dummy weights have no tokenizer. Grammars and flashinfer's sampling need large packages.
 _GPU = (
     *("--load-format", "dummy", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     "--disable-piecewise-cuda-graph",
 )
 _TRITON = ("--attention-backend", "triton")
 _NO_GRAPHS = "--disable-cuda-graph"
-# From the best way to the most modest.
+# From the best way to the simplest.
 GPU_WAYS = (
     Way("graphs", (*_GPU, *_TRITON, "--cuda-graph-bs", *("1", "2", "4", "8", "16", "32"))),
     Way("no graphs", (*_GPU, *_TRITON, _NO_GRAPHS)),
@@ -66,7 +52,7 @@ CPU_WAYS = (Way("cpu", ("--grammar-backend", "none")),)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An engine that a stage needs: a folder with a model, arguments, and whether to plug in."""
+    """An engine that a stage needs; ``model`` is a folder."""
 
     model: Path
     plugin: bool
@@ -74,13 +60,13 @@ class Wanted:
 
     @property
     def measures(self) -> bool:
-        """Return whether it measures what its forwards cost, once it has started."""
+        """Return whether the engine measures the costs of its forwards after its start."""
         return self.plugin and "--flashmoa-costs" not in self.arguments
 
 
 @dataclass(slots=True)
 class Start:
-    """One try to start an engine, as the results have it.
+    """One try to start an engine.
 
     Attributes:
         seconds: until it answered, or failed.
@@ -98,8 +84,8 @@ class Start:
 class GpuEngines:
     """Starts and stops engines on this machine; made by :func:`gpu_engines`.
 
-    An engine that does not start, or does not answer, is started in the next way. Later engines
-    begin with the way that has worked for all before.
+    If an engine does not start or answer, it is started in the next way. Later engines begin with
+    the first way that has worked for all engines.
 
     Attributes:
         starts: all tries so far.
@@ -121,12 +107,12 @@ class GpuEngines:
         return name in self._running
 
     async def use(self, wanted: Mapping[str, Wanted]) -> None:
-        """Have exactly these engines run: end others, and start those that are missing.
+        """Have exactly these engines run: end the others, and start the missing ones.
 
-        They begin one after the other, since each takes its KV pool from the memory that it finds,
-        and the plugin measures forwards, which another start would disturb.
+        They start one after another, since each takes its KV pool from the free memory, and another
+        start would disturb the plugin's measurement of forwards.
 
-        Raises: EngineError if one starts in none of the ways; that is not tried again.
+        Raises: EngineError if an engine starts in no way; it is not tried again.
         """
         for name in self._running.keys() - wanted.keys():
             await self.stop(name)
@@ -138,12 +124,7 @@ class GpuEngines:
             raise EngineError(f"no way to start {', '.join(lacking)}: see the log of that name")
 
     async def stop(self, name: str) -> None:
-        """End an engine and all its processes."""
         await self._running.pop(name).stop()
-
-    async def stop_all(self) -> None:
-        for name in list(self._running):
-            await self.stop(name)
 
     async def _start(self, name: str, wanted: Wanted, delay: float) -> None:
         await anyio.sleep(delay)
@@ -174,7 +155,7 @@ class GpuEngines:
 
 
 class _Running:
-    """A process of an engine, with a client of it."""
+    """A process of an engine, and its client."""
 
     def __init__(self, process: Process, engine: LocalEngine) -> None:
         self.engine = engine
@@ -183,10 +164,10 @@ class _Running:
 
     @classmethod
     async def launch(cls, name: str, wanted: Wanted, way: Way, logs: Path) -> Self:
-        """Start the process, without waiting. Engines of one name write to one log."""
+        """Start the process, without waiting. Engines of the same name share a log."""
         # SGLang's own choice of the second port may be taken by another engine's connection.
         port, log = free_port(2), logs / f"{name}.log"
-        # It ends with this process, however that ends.
+        # setpriv ends the engine with this process, even if this process is killed.
         tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         command = [
             *tied, sys.executable, "-m", "flashmoa_sglang.serve",
@@ -201,7 +182,7 @@ class _Running:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **({} if wanted.plugin else _STOCK)},
+                env={**os.environ, **({} if wanted.plugin else STOCK)},
                 start_new_session=True,
             )
         return cls(process, LocalEngine(process.pid, port, log))
@@ -210,21 +191,21 @@ class _Running:
         """Wait until the engine answers, and return its settings.
 
         Args:
-            limit: seconds that it may take to start.
-            measures: whether it measures its costs then, for which to wait.
+            limit: seconds that the start may take.
+            measures: whether to wait until the engine has measured its costs.
 
-        Raises: EngineError or TimeoutError if it does not.
+        Raises: EngineError or TimeoutError if it does not answer.
         """
         await self.engine.wait_until_ready(limit)
         costs = None
         if measures:
-            # The first request of a client, such as ours, ends the measurement.
-            with anyio.move_on_after(_MEASURE_SECONDS):
+            # The first request of a client ends the measurement, so ours must come later.
+            with anyio.move_on_after(30):
                 costs = (await wait_for_costs(self.engine.url)).costs
-        with anyio.fail_after(_FIRST_ANSWER_SECONDS):
+        with anyio.fail_after(60):
             await ask(self.client, [1000, 2000, 3000], 2)
         server = await read_server(self.engine.url)
-        found = {name: server[name] for name in _SETTINGS if name in server}
+        found = {name: server[name] for name in SETTINGS if name in server}
         return {**found, "costs": costs.model_dump() if costs is not None else None}
 
     async def stop(self) -> None:
@@ -239,19 +220,15 @@ class _Running:
 async def gpu_engines(
     ways: Sequence[Way], logs: Path, *, apart: float = 0.0, limit: float = 150.0
 ) -> AsyncGenerator[GpuEngines]:
-    """Yield engines, none of which runs yet. Leaving the context ends all.
+    """Yield an object that starts engines. Leaving the context ends all engines.
 
     Args:
-        logs: folder of their logs.
+        logs: folder for the engines' logs.
         apart: seconds between the starts of two engines.
         limit: seconds that one try to start an engine may take.
     """
     engines = GpuEngines(ways, logs, apart, limit)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(engines.stop_all)
+    try:
         yield engines
-
-
-def describe(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """Return all tries to start engines, for the results."""
-    return [asdict(start) for start in starts]
+    finally:
+        await engines.use({})

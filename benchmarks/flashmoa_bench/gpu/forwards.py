@@ -1,7 +1,7 @@
-"""Times of forwards that the tables of modelled GPUs give, and how far measured ones are from them.
+"""Forward times from the tables of modelled GPUs, and their differences from measured times.
 
-``python -m flashmoa_bench.gpu.forwards FILE`` writes them, where aiconfigurator-core is installed.
-A machine with a GPU needs only the file.
+``python -m flashmoa_bench.gpu.forwards FILE`` writes the times, where aiconfigurator-core is
+installed. A machine with a GPU needs only the file.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 
 MODEL = "Qwen/Qwen3-8B"
 GPUS = ("h100_sxm", "h200_sxm")
-# Tokens of a prefill; requests that decode, and the tokens of their contexts.
+# Tokens of each prefill.
 PREFILLS = (1, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+# Each decode step: number of requests, and tokens of each request's context.
 DECODES = ((1, 1024), (8, 1024), (32, 1024), (1, 8192), (8, 8192), (16, 4096))
-# Prompts above it are computed in chunks of this size, as engines here are started.
-_CHUNK = 8192
-# Seconds by GPU, by "prefills" or "decodes", and by their sizes.
+# Seconds by GPU, by "prefills" or "decodes", and by size.
 Expected = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
@@ -29,12 +28,13 @@ def expected_times() -> Expected:
     from flashmoa_bench.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
 
     times: dict[str, dict[str, dict[str, float]]] = {}
+    chunk = 8192  # Stage 6's engines compute longer prompts in chunks of this size.
     for gpu in GPUS:
         tables = MeasuredTables(gpu, MODEL)
         prefills = {
             str(tokens): sum(
-                tables.seconds(Forward(Prefills.of([(done, min(_CHUNK, tokens - done))])))
-                for done in range(0, tokens, _CHUNK)
+                tables.seconds(Forward(Prefills.of([(done, min(chunk, tokens - done))])))
+                for done in range(0, tokens, chunk)
             )
             for tokens in PREFILLS
         }
@@ -47,15 +47,13 @@ def expected_times() -> Expected:
 
 
 def errors(
-    expected: Expected,
-    measured: Mapping[str, Mapping[str, float]],
-    gpu: str,
+    expected: Expected, measured: Mapping[str, Mapping[str, float]], gpu: str
 ) -> dict[str, Any]:
-    """Return the modelled times over the measured ones, less one, and their medians.
+    """Return modelled over measured times, less one, and the medians of their absolute values.
 
     Args:
-        expected: what :func:`expected_times` returns.
-        gpu: name of the GPU, such as "NVIDIA H200"; that of another one gives errors of the first.
+        expected: the result of :func:`expected_times`.
+        gpu: name of the GPU, such as "NVIDIA H200"; an unknown GPU is compared with the first.
     """
     key = next((name for name in expected if name.split("_")[0].upper() in gpu), GPUS[0])
     table = {

@@ -1,10 +1,10 @@
-"""Check the kernels that SGLang uses on a GPU, by themselves, and measure the GPU's ceilings.
+"""Check each kernel that SGLang uses on a GPU by itself, and measure the GPU's ceilings.
 
 ``python -m flashmoa_bench.gpu.kernels`` prints a line of JSON after each step, so that a crash
-leaves what was found before it. An error is relative, against torch in float32.
+leaves the earlier results. An error is relative, against torch in float32.
 """
 
-# SGLang and its kernels are not there where types are checked.
+# Type checkers do not find SGLang and its kernels.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
-# A rounding to bfloat16 is off by 0.4 % at most.
+# Largest relative error. Rounding to bfloat16 causes at most 0.004.
 TOLERANCE = 0.02
-_ROWS, _HEADS, _KV_HEADS, _HEAD = 64, 32, 8, 128
+_ROWS = 64
 
 
 def error_of(found: Any, right: Any) -> float:
-    """Return the norm of the difference over that of what is right."""
+    """Return the norm of the difference over the norm of the right result."""
     found, right = found.float(), right.float()
     return float((found - right).norm() / right.norm().clamp(min=1e-9))
 
 
 def rotated(heads: Any, cos_sin: Any, positions: Any) -> Any:
-    """Return heads as rotary embeddings turn them, halves against halves."""
+    """Return heads as rotary embeddings turn them, the first half against the second."""
     cos, sin = cos_sin[positions][:, None].chunk(2, -1)
     one, two = heads.float().chunk(2, -1)
     return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
@@ -64,11 +64,12 @@ class Kernels:
     def rope(self) -> float:
         from sglang.jit_kernel.rope import apply_rope_with_cos_sin_cache_inplace
 
+        head_size = 128
         positions = torch.arange(_ROWS, device=self.device) * 37
-        powers = torch.arange(0, _HEAD, 2, device=self.device) / _HEAD
+        powers = torch.arange(0, head_size, 2, device=self.device) / head_size
         angles = torch.arange(4096, device=self.device)[:, None] / 1e6**powers
         table = torch.cat((angles.cos(), angles.sin()), -1)
-        query, key = self.random(_ROWS, _HEADS, _HEAD), self.random(_ROWS, _KV_HEADS, _HEAD)
+        query, key = self.random(_ROWS, 32, head_size), self.random(_ROWS, 8, head_size)
         right = rotated(query, table, positions), rotated(key, table, positions)
         apply_rope_with_cos_sin_cache_inplace(
             q=query, k=key, cos_sin_cache=table, positions=positions, is_neox=True
@@ -101,7 +102,7 @@ class Kernels:
 
 
 def seconds(run: Callable[[], object], times: int = 10) -> float:
-    """Return the GPU's seconds for one run, the mean of several after two that do not count."""
+    """Return the GPU's mean seconds for one run, after two runs that do not count."""
     for _ in range(2):
         run()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -114,7 +115,7 @@ def seconds(run: Callable[[], object], times: int = 10) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Return the GPU's matrix products, copies in its memory, and copies from the host."""
+    """Return the rates of matrix products, of copies in GPU memory, and of copies from the host."""
     one, two = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     here, there = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)

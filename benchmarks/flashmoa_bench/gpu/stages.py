@@ -1,7 +1,7 @@
-"""What is checked and measured on one GPU, stage by stage.
+"""Check and measure what no benchmark of ``flashmoa bench`` does, on one GPU.
 
-What a benchmark of ``flashmoa bench`` measures on running engines is left to it. Here is the rest:
-whether answers are exact, what the plugin costs when nobody uses it, and how long forwards take.
+The stages ask whether answers are exact, what the plugin costs without streams, and how long
+forwards take.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -23,23 +23,24 @@ from flashmoa_bench.harness.requests import TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import alternate, run_concurrently
 from flashmoa_bench.link.pipelines import SUFFIX_TOKENS, Pipeline, ask_downstream
 
-_FREED_SECONDS = 20.0
+_ANSWER_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured; lengths in tokens.
+    """Sizes of the stages; lengths in tokens.
 
     Attributes:
         kv, chunk: KV pool and largest forward of an engine.
         streams: number of prompt streams whose answers are compared.
-        prompts: shortest and longest of their prompts.
-        writing: seconds, shortest and longest, in which what is not known of these is written.
+        prompts: the streams' shortest and longest prompt.
+        writing: shortest and longest time, in seconds, to write the unknown part of a prompt.
         load: requests that decode meanwhile.
         handoff, chains, stranger: arguments of the benchmarks of stages 3 and 4.
-        requests: prompts of stage 5, and the length of each and of its answer.
-        divisor: of the lengths of stage 6.
-        experts: arguments of the benchmark of stage 7, and its largest forward.
+        requests: stage 5's number of prompts, and length of each prompt and answer.
+        divisor: divides the lengths of stage 6.
+        experts: arguments of the benchmark of stage 7.
+        expert_forward: largest forward of stage 7.
     """
 
     kv: int
@@ -90,7 +91,7 @@ CPU_SIZES = Sizes(
 
 
 def _same(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Count the answers that are equal, and those whose first tokens are."""
+    """Count the equal answers, and the answers with equal first tokens."""
     pairs = list(zip(one, two, strict=True))
     return {
         "equal": sum(a == b for a, b in pairs),
@@ -100,16 +101,15 @@ def _same(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]]) -> dict[st
 
 
 async def repeat(engines: Sequence[EngineClient], dice: random.Random) -> dict[str, Any]:
-    """Ask engines one prompt several times: greedy answers repeat, and depend on the prompt."""
+    """Ask each engine for answers: greedy answers must repeat, and depend on the prompt."""
     prompt, other = random_ids(dice, 500), random_ids(dice, 500)
     answers: list[list[list[int]]] = []
     for engine in engines:
         own: list[list[int]] = []
-        for _ in range(3):
-            await engine.flush_cache()
-            own.append((await ask(engine, prompt, 24)).ids)
-        own.append((await ask(engine, prompt, 24)).ids)
-        own.append((await ask(engine, other, 24)).ids)
+        for ids, is_cached in ((prompt, False),) * 3 + ((prompt, True), (other, True)):
+            if not is_cached:
+                await engine.flush_cache()
+            own.append((await ask(engine, ids, _ANSWER_TOKENS)).ids)
         answers.append(own)
     return {
         "repeats": [own[0] == own[1] == own[2] for own in answers],
@@ -122,12 +122,12 @@ async def repeat(engines: Sequence[EngineClient], dice: random.Random) -> dict[s
 async def compare_streams(
     engine: EngineClient, stock: EngineClient, sizes: Sizes, dice: random.Random
 ) -> dict[str, Any]:
-    """Compare answers to prompts that are streamed under load with those of the stock engine.
+    """Compare answers to prompts that are streamed under load with the stock engine's answers.
 
-    In bfloat16 forwards of other sizes round otherwise, so that the stock engine's answers differ
-    from its own if other requests run beside them. This control says how often.
+    In bfloat16, forwards of other sizes round otherwise. So even the stock engine's answers change
+    with the requests beside them. The control, two runs of the stock engine, shows how often.
 
-    Returns: the counts, how the streams were used, and whether the KV pool is as it was before.
+    Returns: the counts, the use of the streams, and whether the KV pool is as before.
     """
     await engine.flush_cache()
     before = (await engine.info()).kv
@@ -143,7 +143,7 @@ async def compare_streams(
     for limit in (8, 3):
         await stock.flush_cache()
         answers = await run_concurrently(
-            lambda each: ask(stock, each.prompt, _ANSWER), pipelines, limit
+            lambda each: ask(stock, each.prompt, _ANSWER_TOKENS), pipelines, limit
         )
         alone.append([answer.ids for answer in answers])
     used = [answer.usage.prompt_stream for answer in linked if answer.usage is not None]
@@ -155,9 +155,6 @@ async def compare_streams(
         "late_tokens": sum(answer.late_tokens for answer in linked),
         **await _read_kv(engine, before),
     }
-
-
-_ANSWER = 24
 
 
 def _make_pipeline(sizes: Sizes, dice: random.Random, begin: float) -> Pipeline:
@@ -174,20 +171,21 @@ def _make_pipeline(sizes: Sizes, dice: random.Random, begin: float) -> Pipeline:
 
 async def _stream(engine: EngineClient, pipeline: Pipeline) -> TimedAnswer:
     """Return the answer to a prompt that is written from now on, and streamed meanwhile."""
-    now = Pipeline(pipeline.prefix, pipeline.upstream, pipeline.suffix, pipeline.tps, clock.now())
-    return await ask_downstream(engine, now, _ANSWER, linked=True)
+    return await ask_downstream(
+        engine, replace(pipeline, started=clock.now()), _ANSWER_TOKENS, linked=True
+    )
 
 
 async def _decode_on(engine: EngineClient, dice: random.Random) -> None:
-    """Let the engine decode until this is cancelled."""
+    """Make the engine decode until this is cancelled."""
     while True:
         await ask(engine, random_ids(dice, 64), 256)
 
 
 async def _read_kv(engine: EngineClient, before: Sequence[KvState]) -> dict[str, Any]:
-    """Return the state of the emptied KV pool once it is as before, or after a while."""
+    """Return the state of the emptied KV pool once it is as before, or after 20 seconds."""
     after = before
-    with anyio.move_on_after(_FREED_SECONDS):
+    with anyio.move_on_after(20):
         while True:
             await engine.flush_cache()
             after = (await engine.info()).kv
@@ -207,7 +205,7 @@ def _in_use(kv: Sequence[KvState]) -> list[tuple[int, int, int]]:
 async def compare_throughput(
     engines: dict[str, EngineClient], sizes: Sizes, dice: random.Random
 ) -> dict[str, Any]:
-    """Measure the output tokens per second of engines in turn, without any prompt stream."""
+    """Measure the output tokens per second of engines in turn, without prompt streams."""
     count, length, answer = sizes.requests
 
     async def run(name: str) -> float:
@@ -234,13 +232,13 @@ async def compare_throughput(
 async def time_forwards(
     engine: EngineClient, sizes: Sizes, dice: random.Random, expected: Expected | None, gpu: str
 ) -> dict[str, Any]:
-    """Measure prefills and decode steps of one engine, and how far the modelled times are off.
+    """Measure an engine's prefills and decode steps, and the errors of the modelled times.
 
-    A prefill's time is that to the first token, so it has the way of the request in it.
+    A prefill's time is its time to first token, which includes the request's way.
 
     Args:
-        expected: what ``flashmoa_bench.gpu.forwards.expected_times`` has returned, if it is known.
-        gpu: name of the GPU, as its driver gives it.
+        expected: the result of ``flashmoa_bench.gpu.forwards.expected_times``, if known.
+        gpu: the driver's name of the GPU.
     """
     prefills: dict[str, float] = {}
     decodes: dict[str, float] = {}
@@ -264,11 +262,11 @@ async def _prefill(engine: EngineClient, tokens: int, dice: random.Random) -> fl
 async def _decode_step(
     engine: EngineClient, requests: int, context: int, dice: random.Random
 ) -> float:
-    """Return the seconds of a step in which so many requests decode."""
+    """Return the seconds of a decode step with ``requests`` requests."""
     await engine.flush_cache()
     prompts = [random_ids(dice, context) for _ in range(requests)]
     answers = await run_concurrently(lambda ids: ask(engine, ids, 64), prompts)
-    # From when the last one has begun to decode until the first one has ended.
+    # All requests decode between the last first token and the first last token.
     begin, end = max(each.first for each in answers), min(each.last for each in answers)
     steps = [sum(begin <= moment <= end for moment in each.times) - 1 for each in answers]
     return (end - begin) / max(1, median(steps))

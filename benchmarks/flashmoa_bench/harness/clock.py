@@ -1,9 +1,8 @@
-"""The clock of benchmarks, which runs in the time of the modelled GPUs that are measured.
+"""The benchmarks' clock, which runs in the time of the modelled GPUs.
 
-Engines may take K times the time of their GPU (``--device-slowdown K``), for a machine that does
-not keep up. Then everything else that takes time has to take K times as long, too: agents that
-write at a set pace, requests that arrive at set times, and waits. So benchmarks read this clock and
-sleep by it. Their figures are the GPU's times, whatever K is.
+On a slow machine, engines may take K times their GPU's time (``--device-slowdown K``). Then agents
+must also write, requests arrive and waits last K times as long. So benchmarks read this clock and
+sleep by it, and their figures are the GPU's times for every K.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ def now() -> float:
 
 
 def seconds_of(machine_seconds: float) -> float:
-    """Return a span of this clock, given as seconds of the machine's clock."""
+    """Convert seconds of the machine's clock to seconds of this clock."""
     return machine_seconds / _slowdown
 
 
 def machine_seconds(seconds: float) -> float:
-    """Return a span of the machine's clock, such as a timeout, given as seconds of this one."""
+    """Convert seconds of this clock to seconds of the machine's clock, for timeouts."""
     return seconds * _slowdown
 
 

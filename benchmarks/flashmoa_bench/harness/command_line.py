@@ -1,4 +1,4 @@
-"""Make the commands of benchmarks: each declares its options, its engines and what it measures."""
+"""Make the commands of benchmarks. Each declares its options, its engines and its measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashmoa_bench.harness.report import Report
 
 
 def positive(text: str) -> int:
-    """Parse a whole number. Raises: argparse.ArgumentTypeError if it is not above 0."""
+    """Parse a whole number above 0. Raises: argparse.ArgumentTypeError for other numbers."""
     number = int(text)
     if number <= 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {number}")
@@ -25,7 +25,7 @@ def positive(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """Parse a number. Raises: argparse.ArgumentTypeError if it is not above 0."""
+    """Parse a number above 0. Raises: argparse.ArgumentTypeError for other numbers."""
     number = float(text)
     if not number > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
@@ -37,9 +37,9 @@ class Option:
     """An option of a benchmark.
 
     Attributes:
-        name: with its dashes; without them, it is an argument that must be given.
-        kind: parses a value; ``bool`` for an option without one.
-        count: number of values, as argparse's ``nargs``; those with a default list take several.
+        name: with dashes for an option, without dashes for a required argument.
+        kind: parses a value; ``bool`` makes a flag.
+        count: argparse's ``nargs``; by default an option with a list as default takes several.
     """
 
     name: str
@@ -50,23 +50,19 @@ class Option:
     count: int | str | None = None
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add the option to a parser."""
         if self.kind is bool:
             parser.add_argument(self.name, action="store_true", help=self.about)
             return
+        default: object = self.default
+        several = self.count is None and isinstance(default, list)
         parser.add_argument(
             self.name,
             type=self.kind,
             default=self.default,
-            nargs=self._nargs,
+            nargs="+" if several else self.count,
             choices=self.choices,
             help=self.about,
         )
-
-    @property
-    def _nargs(self) -> int | str | None:
-        several = self.count is None and isinstance(self.default, list)
-        return "+" if several else self.count
 
 
 RESUME = Option(
@@ -77,20 +73,17 @@ RESUME = Option(
 
 
 def stock_forwards(*default: int) -> Option:
-    """Return an option for further stock engines, with mixed chunks of other sizes.
+    """Return the option for more stock engines, with mixed chunks of other sizes.
 
-    Smaller chunks lengthen decode steps less and are less efficient; which size is the best for
-    stock SGLang depends on the load.
+    Smaller chunks lengthen decode steps less and are less efficient. The best size for stock SGLang
+    depends on the load.
     """
     about = "--chunked-prefill-size of further stock engines with mixed chunks (%(default)s)"
     return Option("--stock-forwards", positive, list(default), about, count="*")
 
 
 def mixed_roles(sizes: Sequence[int], *arguments: str) -> dict[str, Role]:
-    """Return the stock engines of :func:`stock_forwards` by the names of their ways.
-
-    Args: arguments: further arguments of these engines.
-    """
+    """Return the stock engines of :func:`stock_forwards`, by way; all take ``arguments``."""
     return {
         f"stock mixed {size}": Role(
             f"stock_mixed_{size}",
@@ -106,9 +99,8 @@ def command(  # noqa: PLR0913
     name: str,
     doc: str | None,
     measure: Callable[[Report], Awaitable[None]],
-    roles: Sequence[Role] = (),
-    options: Sequence[Option] = (),
-    *,
+    roles: Sequence[Role],
+    *options: Option,
     check: Callable[[argparse.Namespace], str | None] | None = None,
     repeats: bool = True,
     defaults: dict[str, Any] | None = None,
@@ -116,15 +108,16 @@ def command(  # noqa: PLR0913
     """Return the ``main`` of a benchmark, which parses a command line and measures.
 
     Args:
-        measure: measures, prints and saves; the report has the options.
-        check: returns what is wrong with the options, ``None`` if nothing is.
-        defaults: other defaults of the common options.
-
-    The other arguments are those of :func:`make_parser`.
+        doc: description of the benchmark, for ``--help``.
+        measure: measures, prints and saves, given a report with the parsed options.
+        roles: engines to compare; each gets an option for its URL.
+        check: returns an error message for the options, or ``None``.
+        repeats: whether the number of rounds is an option.
+        defaults: other defaults for common options.
     """
 
     def main(arguments: Sequence[str]) -> int:
-        parser = make_parser(name, doc, roles, options, repeats=repeats)
+        parser = make_parser(name, doc, roles, *options, repeats=repeats)
         parser.set_defaults(**(defaults or {}))
         chosen = parser.parse_args(arguments)
         if getattr(chosen, "resume", False) and not chosen.json:
@@ -138,22 +131,9 @@ def command(  # noqa: PLR0913
 
 
 def make_parser(
-    name: str,
-    doc: str | None,
-    roles: Sequence[Role] = (),
-    options: Sequence[Option] = (),
-    *,
-    repeats: bool = True,
+    name: str, doc: str | None, roles: Sequence[Role], *options: Option, repeats: bool = True
 ) -> argparse.ArgumentParser:
-    """Make a parser for ``flashmoa bench NAME`` with the common options.
-
-    Args:
-        doc: description of the benchmark, for ``--help``.
-        roles: engines that it compares, each with an option for its URL. Without roles, the
-            parser gets no options for rounds and engines.
-        options: its own options.
-        repeats: whether there are rounds, so that their number is an option.
-    """
+    """Make a parser for ``flashmoa bench NAME`` with the common options, as :func:`command`."""
     parser = argparse.ArgumentParser(
         prog=f"flashmoa bench {name}",
         description=doc,
@@ -163,13 +143,12 @@ def make_parser(
         Option("--json", Path, about="also write the results to this file"),
         Option("--seed", int, 0, "seed of the random token ids"),
     ]
-    if roles and repeats:
+    if repeats:
         about = "rounds per measurement; figures are medians over them"
         common.append(Option("--repeats", positive, 5, about))
     for option in (*common, *options):
         option.add_to(parser)
-    if roles:
-        _add_engine_options(parser, roles)
+    _add_engine_options(parser, roles)
     return parser
 
 
@@ -180,7 +159,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, roles: Sequence[Role]) 
     )
     local.add_argument("--core", type=int, default=0, help="CPU core on which the engines run")
     local.add_argument("--cache", type=Path, default=Path(".cache"), help="where models are kept")
-    for kind, owners in (("engine", "every engine"), ("plugin", "those with the plugin")):
+    for kind, owners in (("engine", "every engine"), ("plugin", "engines with the plugin")):
         local.add_argument(
             f"--{kind}-arguments",
             type=shlex.split,

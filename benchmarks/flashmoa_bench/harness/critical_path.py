@@ -1,4 +1,4 @@
-"""Find the calls that the end of a run waits for (``critical_path``), and what they decode."""
+"""Find the calls that the end of a run waits for, and their decode time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flashmoa.observe.calls import Call
 def critical_path(calls: Sequence[Call]) -> list[Call]:
     """Return the calls that the end of a run waits for, in their order.
 
-    The last one is the call that ended last; before each stands the one that ended last of those
-    that had ended when it was sent.
+    The path ends with the call that ended last. Before each call stands the last call that had
+    ended when this call was sent.
     """
     ended = sorted((call for call in calls if call.finished is not None), key=end_of)
     path: list[Call] = []
@@ -22,18 +22,17 @@ def critical_path(calls: Sequence[Call]) -> list[Call]:
 
 
 def end_of(call: Call) -> float:
-    """Return when a call ended; the time of its request if it has not."""
+    """Return when a call ended, or when it was sent if it has not ended."""
     return call.finished.at if call.finished is not None else call.started.at
 
 
 def decoding_seconds(made: Sequence[Call], started: float) -> float:
-    """Return the seconds in which a workflow's agents on the critical path decode.
+    """Return the decode time of the agents on a workflow's critical path.
 
-    No linking can make a workflow faster than this, if its agents do not decode faster. It includes
-    the time to the first token of the path's first agent, which waits for no other.
+    They include the first agent's time to first token, since that agent waits for no other. Linking
+    cannot make a workflow faster than this unless agents decode faster.
 
     Args:
-        made: the workflow's calls.
         started: time when the workflow began.
     """
     # An answer that came in one piece has no first token.

@@ -1,4 +1,4 @@
-"""Connect to the engines that a benchmark compares: running ones, or ones started on this CPU."""
+"""Connect a benchmark to its engines: running engines, or engines that it starts on this CPU."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ from flashmoa.errors import EngineError
 from flashmoa_bench.harness.modelled_gpus import device_environment
 from flashmoa_bench.harness.routers import PairStart, start_pd_pairs
 
-# Makes SGLang load no plugin. It loads the CPU platform anyway, by another group of entry points.
+# Makes SGLang load only the plugin of modelled GPUs. The CPU platform has its own entry points.
 STOCK = {"SGLANG_PLUGINS": "flashmoa_modelled_gpu"}
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
-_WORDS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +39,15 @@ class Role:
     """Describes one of the engines that a benchmark compares.
 
     Attributes:
-        plugin: whether it runs FlashMoA's plugin; without, it is a stock engine.
-        arguments: SGLang's and the plugin's arguments, for an engine that is started here.
-        optional: whether the comparison can do without it, if other engines are given as URLs.
-        shape, core: tiny model and core of an engine that is started here; ``None`` for those of
-            the command line.
-        model: folder of the model that such an engine serves, instead of a tiny one.
-        is_pd_pair: whether it is a PD pair: a prefill and a decode engine behind the stock router
-            and, with the plugin, a shell router. All ``arguments`` are those of both engines.
+        plugin: whether it runs FlashMoA's plugin; otherwise it is a stock engine.
+        arguments: SGLang's and the plugin's arguments, for an engine that is started here. Both
+            engines of a PD pair take them.
+        optional: whether URLs of the other engines are enough for a comparison.
+        shape, core: tiny model and core for an engine that is started here; ``None`` for the
+            command line's.
+        model: folder of a model to serve instead of a tiny one.
+        is_pd_pair: whether it is a prefill and a decode engine behind the stock router and, with
+            the plugin, a shell router.
     """
 
     name: str
@@ -75,11 +75,8 @@ class Role:
 class Engines:
     """Connected engines, by the names of their roles.
 
-    A PD pair that was started here has its router's client by its own name, and its engines' by
-    ``NAME_prefill`` and ``NAME_decode``.
-
-    Attributes:
-        notes: descriptions of the engines, for reports.
+    A PD pair that was started here has three clients: ``NAME`` for its router, ``NAME_prefill`` and
+    ``NAME_decode`` for its engines. Reports print the ``notes``.
     """
 
     clients: Mapping[str, EngineClient]
@@ -103,13 +100,12 @@ async def connect_engines(
     """Connect to the engines whose URLs are given; without URLs, start engines for all roles.
 
     Args:
-        arguments: the command line, parsed by
-            :func:`flashmoa_bench.harness.command_line.make_parser`.
+        arguments: the parsed command line.
         tokens: size of the KV pool of an engine that is started here.
-        documents: files on which its tokenizer is trained; without any, on random words.
+        documents: files to train its tokenizer on; by default random words.
 
-    Raises: EngineError if only some of the URLs are given, or an engine does not start;
-        PluginMissing if an engine should have the plugin and does not.
+    Raises: EngineError if URLs are missing or an engine does not start; PluginMissing if an engine
+        lacks its plugin.
     """
     urls = _given_urls(roles, arguments)
     origin = "running, meant to be " if urls else ""
@@ -139,16 +135,6 @@ def _given_urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[st
     return urls
 
 
-async def _start(
-    engines: LocalEngines,
-    model: Path | str,
-    arguments: Sequence[str],
-    settings: Mapping[str, Any],
-    more: Sequence[str] = (),
-) -> LocalEngine:
-    return await engines.start(model, arguments=[*arguments, *more], **settings)
-
-
 @asynccontextmanager
 async def _start_engines(
     roles: Sequence[Role],
@@ -163,10 +149,11 @@ async def _start_engines(
     models: dict[str, Path] = {}
     for shape in {role.shape or arguments.shape for role in roles if role.model is None}:
         with console.status(f"making a tiny model of shape {shape}"):
-            models[shape] = await make_model(shape, arguments, documents)
+            texts, cache = documents or [random_words(arguments.cache)], arguments.cache / "models"
+            models[shape] = await anyio.to_thread.run_sync(tiny_model, shape, texts, cache)
     cores = {role.name: arguments.core if role.core is None else role.core for role in roles}
     if arguments.device:
-        # These engines mostly sleep, and must not wait for one another.
+        # These engines mostly sleep. They must not wait for one another.
         cores = dict.fromkeys(cores)
     async with AsyncExitStack() as stack:
         with console.status("importing SGLang, once for all engines"):
@@ -176,24 +163,25 @@ async def _start_engines(
             for role in roles:
                 model = role.model or models[role.shape or arguments.shape]
                 if arguments.device:
-                    # Tokens are hashes of their context, which takes hardly any time.
+                    # A hash of the context is the next token, and takes hardly any time.
                     model = f"hash:{model}"
-                settings: dict[str, Any] = {
-                    "core": cores[role.name],
-                    "environment": {
+                start = partial(
+                    _start,
+                    engines,
+                    model,
+                    _engine_arguments(role, arguments, tokens),
+                    core=cores[role.name],
+                    environment={
                         **device_environment(arguments, role.name),
                         **({} if role.plugin else STOCK),
                     },
-                }
-                start = partial(
-                    _start, engines, model, _engine_arguments(role, arguments, tokens), settings
                 )
                 if role.is_pd_pair:
                     pairs[role.name] = PairStart(start, shell=role.plugin)
                     continue
                 urls[role.name] = (await start()).url
                 if role.plugin and not arguments.device:
-                    # An engine that starts on the same core would disturb it.
+                    # Another engine that starts on the same core would disturb the measurement.
                     await wait_for_costs(urls[role.name])
             for name, pair in (await stack.enter_async_context(start_pd_pairs(pairs))).items():
                 urls |= {f"{name}_prefill": pair.prefill.url, f"{name}_decode": pair.decode.url}
@@ -202,21 +190,19 @@ async def _start_engines(
         yield urls
 
 
-async def make_model(
-    shape: str, arguments: argparse.Namespace, documents: Sequence[Path] = ()
-) -> Path:
-    """Return the folder of a tiny model, which is made at the first time.
-
-    Args:
-        documents: files on which its tokenizer is trained; without any, on random words.
-    """
-    texts, cache = documents or [random_words(arguments.cache)], arguments.cache / "models"
-    return await anyio.to_thread.run_sync(tiny_model, shape, texts, cache)
+async def _start(
+    engines: LocalEngines,
+    model: Path | str,
+    arguments: Sequence[str],
+    more: Sequence[str] = (),
+    **settings: Any,
+) -> LocalEngine:
+    return await engines.start(model, arguments=[*arguments, *more], **settings)
 
 
 def _engine_arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[str]:
     plugin_arguments: list[str] = arguments.plugin_arguments if role.plugin else []
-    # A modelled GPU has the KV pool and the schedule of the GPU.
+    # An engine on a modelled GPU takes the GPU's KV pool and schedule.
     on_this_cpu = ["--max-total-tokens", str(tokens), *WITHOUT_OVERLAP]
     return [
         *([] if arguments.device else on_this_cpu),
@@ -228,7 +214,6 @@ def _engine_arguments(role: Role, arguments: argparse.Namespace, tokens: int) ->
 
 @contextmanager
 def _keep_off_cores(cores: set[int]) -> Generator[None]:
-    """Keep this process off the engines' cores, if it may use another core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before - cores or before)
     try:
@@ -238,11 +223,11 @@ def _keep_off_cores(cores: set[int]) -> Generator[None]:
 
 
 def random_words(cache: Path) -> Path:
-    """Return a file of random words, the same ones every time."""
+    """Return a file of random words, the same words every time."""
     file = cache / "words.txt"
     if not file.exists():
         dice = random.Random(0)
-        words = ("".join(dice.choices(_SYLLABLES, k=dice.randint(1, 4))) for _ in range(_WORDS))
+        words = ("".join(dice.choices(_SYLLABLES, k=dice.randint(1, 4))) for _ in range(20_000))
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(".partial")
         scratch.write_text(" ".join(words))

@@ -1,4 +1,4 @@
-"""Let engines take the time of modelled GPUs, which a command line names; check that they do."""
+"""Give engines the time of the GPUs that a command line names, and check that they keep it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from flashmoa.engine.refusals import translate_errors
 from flashmoa.errors import EngineError
 
 SLOWDOWN_OPTION = "--device-slowdown"
-# A run in which a larger share of the GPU's time was overrun is no measurement.
+# Share of a GPU's time; a run with more overrun is no measurement.
 TOLERATED_SHARE = 0.01
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--device`` and the options that belong to it."""
     group = parser.add_argument_group(
         "engines on this CPU in the time of a GPU (docs/modelled-gpus.md)"
     )
@@ -50,10 +49,10 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 def slowdown(text: str) -> float:
-    """Parse a factor. Raises: argparse.ArgumentTypeError if it is below 1.
+    """Parse a factor of at least 1. Raises: argparse.ArgumentTypeError for other factors.
 
-    A faster GPU would shorten a run, but not what HTTP takes and how far apart requests arrive. So
-    it would change which requests meet in a batch.
+    A faster GPU would shorten a run, but not the time that HTTP takes between arrivals. So other
+    requests would meet in a batch.
     """
     factor = float(text)
     if factor < 1:
@@ -68,10 +67,9 @@ def device_environment(arguments: argparse.Namespace, engine: str) -> dict[str, 
     """
     if not getattr(arguments, "device", None):
         return {}
-    model = model_of(engine, arguments.device_model)
     return environment_of(
         arguments.device,
-        model,
+        model_of(engine, arguments.device_model),
         arguments.device_tp,
         arguments.device_slowdown,
         arguments.device_weights,
@@ -81,7 +79,7 @@ def device_environment(arguments: argparse.Namespace, engine: str) -> dict[str, 
 def model_of(engine: str, names: Sequence[str]) -> str:
     """Return the model whose times an engine takes, by ``--device-model``.
 
-    ``stock_NAME`` has that of ``NAME``, as has ``NAME_2``, a second engine for data parallelism.
+    ``stock_NAME`` and ``NAME_2``, a second engine for data parallelism, have the model of ``NAME``.
 
     Raises: EngineError if there is none.
     """
@@ -97,9 +95,9 @@ def model_of(engine: str, names: Sequence[str]) -> str:
 
 
 def common_slowdown(devices: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return by which factor all of these GPUs are slowed down; 1 without any.
+    """Return the GPUs' common slowdown; 1 without GPUs.
 
-    Raises: EngineError if they are not slowed down by the same factor.
+    Raises: EngineError if the factors differ.
     """
     factors = {name: float(device["slowdown"]) for name, device in devices.items()}
     if len(set(factors.values())) > 1:
@@ -108,10 +106,6 @@ def common_slowdown(devices: Mapping[str, Mapping[str, Any]]) -> float:
             "all of them with the same --flashmoa-device-slowdown"
         )
     return next(iter(factors.values()), 1.0)
-
-
-class MachineTooSlow(EngineError):
-    """Raised when forwards took longer than on the modelled GPU, so that nothing was measured."""
 
 
 def environment_of(
@@ -132,7 +126,7 @@ def environment_of(
 
 
 async def read_server(url: str) -> dict[str, Any]:
-    """Return an SGLang server's settings and states; nothing of a server that reports none.
+    """Return an SGLang server's settings and states; empty if it reports none.
 
     Raises: EngineUnreachable or EngineTimeout if it does not answer.
     """
@@ -147,7 +141,7 @@ async def read_server(url: str) -> dict[str, Any]:
 
 
 def device_of(server: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a server says of its modelled GPU (name, counts, times); ``None`` without one."""
+    """Return a server's report of its modelled GPU (name, counts, times); ``None`` without one."""
     states: list[dict[str, Any]] = server.get("internal_states") or [{}]
     return states[0].get("modelled_gpu")
 
@@ -158,26 +152,26 @@ async def read_device(url: str) -> dict[str, Any] | None:
 
 
 async def read_devices(engines: Mapping[str, EngineClient]) -> dict[str, dict[str, Any]]:
-    """Return what those engines that have modelled GPUs say of them, by the engines' names."""
+    """Return the reports of the engines that have modelled GPUs, by the engines' names."""
     read = {name: await read_device(engine.url) for name, engine in engines.items()}
     return {name: device for name, device in read.items() if device}
 
 
 def counted_since(before: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an engine says of its modelled GPU, with counts since it was asked ``before``."""
+    """Return an engine's report with counts since the report ``before``."""
     counts = ("forwards", "overruns", "device_seconds", "overrun_seconds", "starved_seconds")
     return {**device, **{name: device[name] - before[name] for name in counts}}
 
 
 def overrun_share(device: Mapping[str, Any]) -> float:
-    """Return the share of a GPU's time by which forwards were computed too late."""
+    """Return the sum of forwards' delays over the GPU's time."""
     return device["overrun_seconds"] / max(device["device_seconds"], 1e-9)
 
 
 def worst_overrun(
     before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
 ) -> float:
-    """Return the largest :func:`overrun_share` of a GPU from one reading to the next."""
+    """Return the largest :func:`overrun_share` of a GPU between two readings."""
     during = [counted_since(before[name], device) for name, device in after.items()]
     return max(map(overrun_share, during), default=0.0)
 
@@ -186,16 +180,15 @@ def check_keeps_up(devices: Mapping[str, Mapping[str, Any]], option: str) -> Non
     """Check that forwards were computed within the time of the modelled GPUs.
 
     Args:
-        devices: what the engines said of them, by the engines' names.
+        devices: the engines' reports, by name.
         option: the command's option for a slowdown.
 
-    Raises: MachineTooSlow if more than 1 % of a GPU's time was overrun; the message proposes a
-        slowdown.
+    Raises: EngineError if more than 1 % of a GPU's time was overrun; it proposes a slowdown.
     """
     for name, device in devices.items():
         share = overrun_share(device)
         if share > TOLERATED_SHARE:
-            raise MachineTooSlow(
+            raise EngineError(
                 f"this machine is too slow for {device['name']}: the engine {name} computed "
                 f"{device['overruns']} of {device['forwards']} forwards too late, {share:.1%} of "
                 f"the GPU's time; at most {TOLERATED_SHARE:.0%} is a measurement. "

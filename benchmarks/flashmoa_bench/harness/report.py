@@ -43,8 +43,8 @@ from flashmoa_bench.harness.modelled_gpus import (
     read_server,
 )
 
-# The settings of SGLang that explain a result.
-_SETTINGS = (
+# Settings of SGLang that explain a result.
+SETTINGS = (
     "version",
     "model_path",
     "device",
@@ -52,6 +52,7 @@ _SETTINGS = (
     "attention_backend",
     "schedule_policy",
     "chunked_prefill_size",
+    "enable_mixed_chunk",
     "max_running_requests",
     "max_total_num_tokens",
     "page_size",
@@ -60,19 +61,14 @@ _SETTINGS = (
     "disable_cuda_graph",
     "enable_cache_report",
 )
-_LOG_WIDTH = 140
 _PACKAGES = ("flashmoa", "flashmoa-sglang", "sglang", "torch")
 
 
 class Report:
     """Records one run of a benchmark: prints its head first, and saves its results last.
 
-    The machine's load averages (over 1, 5 and 15 minutes) are recorded before and after the run;
-    those after it include the run itself.
-
-    Args:
-        bench: name of the benchmark.
-        arguments: its parsed command line, which are its ``options``.
+    It records the machine's load averages (1, 5 and 15 minutes) before and after the run. The later
+    averages include the run itself.
     """
 
     def __init__(self, bench: str, arguments: argparse.Namespace) -> None:
@@ -93,7 +89,7 @@ class Report:
     ) -> AsyncGenerator[Engines]:
         """Connect to the engines, record their settings and print the head.
 
-        Arguments and exceptions are those of :func:`connect_engines`.
+        Arguments and exceptions are as for :func:`connect_engines`.
         """
         async with connect_engines(roles, self.options, tokens, self.console, documents) as engines:
             self._document["engines"] = {
@@ -114,16 +110,15 @@ class Report:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Return the options of the command line, as the file of ``--json`` has them."""
+        """Return the options of the command line, as in the file of ``--json``."""
         return self._document["settings"]
 
     @property
     def engines(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the recorded settings of the engines, by the engines' names."""
+        """Return the recorded settings of the engines, by name."""
         return self._document.get("engines", {})
 
     def print_head(self) -> None:
-        """Print command, versions, machine and engines."""
         document = self._document
         packages = [f"{name} {value}" for name, value in document["versions"].items() if value]
         hardware = document["machine"]
@@ -138,11 +133,7 @@ class Report:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def show(
-        self,
-        title: str,
-        rows: Sequence[Any],
-        note: str = "",
-        left: Collection[str] = ("",),
+        self, title: str, rows: Sequence[Any], note: str = "", left: Collection[str] = ("",)
     ) -> None:
         """Print the table of :func:`make_table`, and a note that explains its columns."""
         self.console.print(make_table(title, rows, left))
@@ -153,7 +144,7 @@ class Report:
         """Write everything to the file of ``--json``, if it is given. Results may be dataclasses.
 
         Raises: EngineError if this machine was too slow for the modelled GPUs. The file is written
-            all the same, and has the counts of the forwards that were too late.
+            nevertheless, with the number of late forwards.
         """
         self.write(results)
         for name, device in self._devices.items():
@@ -167,7 +158,7 @@ class Report:
         check_keeps_up(self._devices, SLOWDOWN_OPTION)
 
     def write(self, results: dict[str, Any]) -> None:
-        """Write what there is so far to the file of ``--json``, if it is given."""
+        """Write the results so far to the file of ``--json``, if it is given."""
         file: Path | None = self.options.json
         if file is None:
             return
@@ -180,13 +171,13 @@ class Report:
 
 
 def terminal() -> Console:
-    """Return the console for results: the terminal, or a log wide enough for every table."""
+    """Return the console for results: the terminal, or a log that is wide enough for all tables."""
     console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, _LOG_WIDTH))
+    return console if console.is_terminal else Console(width=max(console.width, 140))
 
 
 def progress_bar(console: Console) -> Progress:
-    """Make a bar that counts rounds and estimates how long the remaining ones will take."""
+    """Make a bar that counts rounds and estimates the remaining time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -204,7 +195,7 @@ class Column:
 
     Attributes:
         title: for a mapping, which has a column for each key, with ``{}`` for the key.
-        form: of the value times ``factor``, less ``less``. An unknown value (``None``) is empty.
+        form: format of the value times ``factor``, less ``less``. ``None`` gives an empty cell.
     """
 
     title: str
@@ -213,18 +204,17 @@ class Column:
     less: float = 0
 
     def cell(self, value: Any) -> str:
-        """Return the text of a value."""
         if isinstance(value, int | float) and (self.factor, self.less) != (1, 0):
             value = value * self.factor - self.less
         return "" if value is None else self.form.format(value)
 
 
 def make_table(title: str, rows: Sequence[Any], left: Collection[str] = ("",)) -> Table:
-    """Make the table of rows, whose fields and properties declare the columns, in their order.
+    """Make a table; the rows' class declares its columns by fields and properties.
 
     Args:
-        rows: of one class; there is at least one.
-        left: columns that are aligned to the left.
+        rows: at least one row.
+        left: titles of columns that are aligned to the left.
     """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     cells: list[list[str]] = [[] for _ in rows]
@@ -262,7 +252,7 @@ def _columns(row: object) -> Iterator[tuple[str, Column]]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages involved; ``None`` if not installed."""
+    """Return the versions of Python and of our packages; ``None`` if not installed."""
     installed: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
@@ -273,7 +263,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the CPU model, the number of cores that this process may use, and the GPUs' names."""
+    """Return the CPU model, the number of usable cores, and the GPUs' names."""
     return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()}
 
 
@@ -295,7 +285,7 @@ def _gpus() -> list[str]:
 
 
 async def _describe(client: EngineClient, note: str) -> dict[str, Any]:
-    """Return what an engine is, and those of its settings that explain a result."""
+    """Return an engine's address, kind and settings that explain a result."""
     try:
         plugin = (await client.info()).plugin.get("version")
     except PluginMissing:
@@ -306,12 +296,12 @@ async def _describe(client: EngineClient, note: str) -> dict[str, Any]:
         "is": note,
         "plugin": plugin,
         "modelled_gpu": device_of(server),
-        **{name: _to_json(server[name]) for name in _SETTINGS if name in server},
+        **{name: _to_json(server[name]) for name in SETTINGS if name in server},
     }
 
 
 def _to_json(value: Any) -> Any:
-    """Make a value fit for JSON; paths below the working folder and home become relative to it."""
+    """Make a value fit for JSON. Paths become relative to the working folder, or to home."""
     if not isinstance(value, Path | str):
         return value
     text = str(value).removeprefix(f"{Path.cwd()}/")

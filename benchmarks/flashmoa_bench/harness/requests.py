@@ -1,12 +1,13 @@
-"""Send a benchmark's requests: random prompts, timed answers, prompts that are fed as they grow."""
+"""Send a benchmark's requests: random prompts, timed answers, prompts that grow."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import anyio
 import httpx
@@ -16,16 +17,13 @@ from flashmoa.errors import BadAnswer
 from flashmoa.link.prompt_feed import PromptFeed
 from flashmoa_bench.harness import clock
 
-# Every vocabulary has these ids, and none of them is a special token.
-FIRST_ID, ID_COUNT = 1000, 3000
-# Time between two looks at a source that may have written more.
-_LOOK_SECONDS = 0.01
-_BATCH_SECONDS = 600.0
+# Every vocabulary has these ids, and no special token has one.
+TOKEN_IDS = range(1000, 4000)
 
 
 def random_ids(dice: random.Random, count: int) -> list[int]:
     """Return fresh random token ids, so that no prompt is cached by chance."""
-    return dice.choices(range(FIRST_ID, FIRST_ID + ID_COUNT), k=count)
+    return dice.choices(TOKEN_IDS, k=count)
 
 
 @dataclass(slots=True)
@@ -53,7 +51,7 @@ class TimedAnswer:
 
     @property
     def ahead_tokens(self) -> int:
-        """Return the number of prompt tokens that its prompt stream computed before it came."""
+        """Return the number of prompt tokens that a prompt stream computed before the request."""
         stream = self.usage.prompt_stream if self.usage is not None else None
         return sum(span.tokens for span in stream.prefills) if stream is not None else 0
 
@@ -69,8 +67,8 @@ async def ask(
 
     Args:
         ids: token ids of the prompt.
-        stream_id: id of the prompt stream that has the prompt's beginning, if there is one.
-        into: answer to write into, which can be watched while it grows.
+        stream_id: id of the prompt stream with the prompt's beginning.
+        into: answer to write into, so that a caller can watch it grow.
     """
     answer = into if into is not None else TimedAnswer()
     sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -91,9 +89,9 @@ async def ask(
 async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> list[TimedAnswer]:
     """Generate the first token of each prompt, with one batch request.
 
-    All prompts reach the scheduler at the same moment.
+    All prompts reach the scheduler at once.
 
-    Raises: BadAnswer if the engine does not answer all of them.
+    Raises: BadAnswer if a prompt gets no answer.
     """
     answers = [TimedAnswer() for _ in prompts]
     body = {
@@ -102,9 +100,7 @@ async def ask_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> l
         "stream": True,
     }
     async with (
-        httpx.AsyncClient(
-            base_url=engine.url, timeout=clock.machine_seconds(_BATCH_SECONDS)
-        ) as http,
+        httpx.AsyncClient(base_url=engine.url, timeout=clock.machine_seconds(600)) as http,
         http.stream("POST", "/generate", json=body) as response,
     ):
         async for line in response.aiter_lines():
@@ -126,10 +122,7 @@ def _record_event(event: dict[str, Any], answers: Sequence[TimedAnswer]) -> None
 
 
 class _GrowingPrompt:
-    """Hands a :class:`PromptFeed` the token ids of a prompt as its source writes them.
-
-    It never completes the prompt; the prompt's request does.
-    """
+    """Hands a :class:`PromptFeed` the token ids that a source writes. The request completes it."""
 
     is_complete = False
     is_followed = False
@@ -140,7 +133,7 @@ class _GrowingPrompt:
         self._taken_tokens: int | None = None
 
     def take(self) -> Sequence[int]:
-        """Return the tokens that have come since the last call; at first, those known before."""
+        """Return the known tokens at the first call, then the tokens since the last call."""
         if self._taken_tokens is None:
             self._taken_tokens = 0
             return self._known
@@ -149,72 +142,69 @@ class _GrowingPrompt:
         return fresh
 
     def take_back(self) -> None:
-        """Return that what was taken stays right."""
+        """Keep all tokens; they never change."""
 
     def followed(self) -> None:
-        """Return that the client sends all tokens itself."""
+        """Do nothing: the client sends all tokens itself."""
 
     def note_followed(self, call_id: str) -> None:
         """Do nothing."""
 
 
-class Feeder:
-    """Feeds a prompt stream the tokens that a source writes, at the engine's pace.
+@asynccontextmanager
+async def feeding(
+    engine: EngineClient,
+    known: Sequence[int],
+    source: Callable[[], Sequence[int]],
+    *,
+    expected_output_tokens: int | None = None,
+    is_linked: bool = True,
+) -> AsyncGenerator[Callable[[], str | None]]:
+    """Feed the tokens that a source writes to a prompt stream, at the engine's pace.
 
-    A context manager: it opens the stream in the background, and deletes it in the end unless
-    :meth:`claim` has handed it to its request.
+    The stream opens in the background. Leaving the context deletes it unless it was claimed.
 
     Args:
-        known: token ids that the prompt begins with; sent when the feeder is entered.
-        source: returns all token ids beyond ``known`` that are written so far.
-        expected_output_tokens: length of the answer to the stream's request, if it is known.
+        known: token ids at the prompt's beginning, which are sent at once.
+        source: returns all token ids after ``known`` that are written so far.
+        expected_output_tokens: length of the answer to the stream's request, if known.
+        is_linked: whether there is a stream at all.
+
+    Yields: a function that stops feeding and returns the stream's id for its request; ``None`` if
+        the stream is not open.
     """
+    if not is_linked:
+        yield lambda: None
+        return
+    prompt = _GrowingPrompt(known, source)
+    feed = PromptFeed(engine, prompt, expected_output_tokens=expected_output_tokens)
+    is_claimed, has_ended = False, anyio.Event()
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        known: Sequence[int],
-        source: Callable[[], Sequence[int]],
-        expected_output_tokens: int | None = None,
-    ) -> None:
-        prompt = _GrowingPrompt(known, source)
-        self._feed = PromptFeed(engine, prompt, expected_output_tokens=expected_output_tokens)
-        self._group = anyio.create_task_group()
-        self._has_ended = anyio.Event()
-        self._is_claimed = False
+    def claim() -> str | None:
+        nonlocal is_claimed
+        feed.stop()
+        is_claimed = feed.stream_id is not None
+        return feed.stream_id
 
-    @property
-    def stream_id(self) -> str | None:
-        return self._feed.stream_id
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        self._group.start_soon(self._feed_stream)
-        self._group.start_soon(self._poll_source)
-        return self
-
-    async def __aexit__(self, *problem: Any) -> bool | None:
-        self._feed.stop()
-        self._has_ended.set()
-        return await self._group.__aexit__(*problem)
-
-    def claim(self) -> str | None:
-        """Stop feeding and return the stream's id for its request; ``None`` if it is not open."""
-        self._feed.stop()
-        self._is_claimed = self.stream_id is not None
-        return self.stream_id
-
-    async def _feed_stream(self) -> None:
+    async def feed_stream() -> None:
         try:
-            await self._feed.run()
-            await self._feed.keep()
+            await feed.run()
+            await feed.keep()
         finally:
-            if not self._is_claimed:
-                await self._feed.delete()
+            if not is_claimed:
+                await feed.delete()
 
-    async def _poll_source(self) -> None:
-        """Look at the source at intervals, since sources give no notice when they have more."""
-        while not self._has_ended.is_set():
-            with anyio.move_on_after(clock.machine_seconds(_LOOK_SECONDS)):
-                await self._has_ended.wait()
-            self._feed.changed()
+    async def poll_source() -> None:
+        while not has_ended.is_set():
+            with anyio.move_on_after(clock.machine_seconds(0.01)):
+                await has_ended.wait()
+            feed.changed()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(feed_stream)
+        group.start_soon(poll_source)
+        try:
+            yield claim
+        finally:
+            feed.stop()
+            has_ended.set()

@@ -1,4 +1,4 @@
-"""Play rounds of measurements in turns, and compute statistics over small samples of them."""
+"""Play rounds of measurements in turns, and compute statistics of small samples."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from flashmoa.errors import EngineError
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report, progress_bar
 
 # Identifies a cell, and names it on the progress bar.
 Key = tuple[str, int]
-
-
+Cell = TypeVar("Cell")
 Cell = TypeVar("Cell")
 
 
 def measured_cells(report: Report, kind: type[Cell], free: Collection[str]) -> list[Cell]:
-    """Return the cells in the file of ``--json``, if there is one and ``--resume`` is given.
+    """Return the cells in the file of ``--json`` if ``--resume`` is given, else none.
+
+    Cells that overran a modelled GPU's time are left out, so that they are measured again.
 
     Args:
-        kind: a dataclass.
-        free: options that may differ between the earlier run and this one.
+        kind: the cells' dataclass.
+        free: options that may differ between the earlier run and this run.
 
-    Raises: EngineError if the file is of a run with other options, or none of this benchmark.
+    Raises: EngineError if the file has no cells of this kind, or other options differ.
     """
     file, settings = report.options.json, report.settings
     if not report.options.resume or not file.exists():
@@ -45,16 +47,16 @@ def measured_cells(report: Report, kind: type[Cell], free: Collection[str]) -> l
     if other := sorted(name for name in names if earlier.get(name) != settings.get(name)):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in other)
         raise EngineError(f"--resume: {file} is of a run with other {options}: give another --json")
-    return cells
+    return [cell for cell in cells if getattr(cell, "overrun", 0.0) <= TOLERATED_SHARE]
 
 
 async def measure_cells(
     todo: Mapping[Key, Callable[[], Awaitable[Any]]], found: dict[Key, Any], report: Report
 ) -> None:
-    """Measure cells one after the other, and write all that are found after each.
+    """Measure cells one after another, and write all found cells after each.
 
     Args:
-        todo: what measures each cell, in their order. A cell is a dataclass.
+        todo: functions that measure the missing cells, in their order.
         found: the cells so far.
     """
     with progress_bar(report.console) as bars:
@@ -73,9 +75,7 @@ Result = TypeVar("Result")
 
 
 class RoundPlayer:
-    """Plays each way of doing something several times, and shows how many rounds are left.
-
-    A context manager, within which the bar is shown.
+    """Plays several ways in turn, and shows a bar with the remaining rounds within its context.
 
     Args:
         repeats: number of rounds of each way.
@@ -105,9 +105,9 @@ class RoundPlayer:
         """Call ``run`` for each way in turn, round after round; return its results by way.
 
         Args:
-            label: shown in front of the way that is running.
-            warm_up: whether to play a round before that is not counted. The first requests of an
-                engine take longer than others.
+            label: stands before the way's name on the bar.
+            warm_up: whether to play a first round that does not count, since an engine's first
+                requests take longer.
         """
         for way in ways if warm_up else ():
             await run(way)
@@ -122,7 +122,7 @@ class RoundPlayer:
 def alternate(repeats: int, ways: Sequence[Way]) -> list[Way]:
     """Return each way ``repeats`` times; every round starts with a different way.
 
-    A machine that becomes faster or slower in the course of a run then affects all ways alike.
+    So a machine that becomes faster or slower during a run affects all ways alike.
     """
     return [ways[(start + i) % len(ways)] for start in range(repeats) for i in range(len(ways))]
 
@@ -130,10 +130,7 @@ def alternate(repeats: int, ways: Sequence[Way]) -> list[Way]:
 async def run_concurrently(
     run: Callable[[Item], Awaitable[Result]], items: Sequence[Item], limit: int | None = None
 ) -> list[Result]:
-    """Run all items at once, or at most ``limit`` at a time in their order.
-
-    Returns: the results in the items' order.
-    """
+    """Run all items, at most ``limit`` at a time; return the results in the items' order."""
     results: dict[int, Result] = {}
     waiting = iter(enumerate(items))
 
@@ -150,7 +147,7 @@ async def run_concurrently(
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value that a ``share`` (0 to 1) of ``values`` do not exceed, by nearest rank.
 
-    Raises: ValueError if there are no values.
+    Raises: ValueError without values.
     """
     if not values:
         raise ValueError("a percentile needs at least one value")
@@ -159,5 +156,4 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def gaps(times: Sequence[float]) -> list[float]:
-    """Return the time from each moment to the next."""
     return [after - before for before, after in pairwise(times)]

@@ -22,15 +22,13 @@ from flashmoa.errors import EngineError
 from flashmoa_bench.harness import clock
 
 OURS, STOCK, SMG = "flashmoa router", "sglang-router", "smg"
-_START_SECONDS = 60.0
-_STOP_SECONDS = 5.0
-# What each engine of a pair needs on a CPU. The default backup of a decode engine needs a GPU.
+# Arguments on a CPU. A decode engine's default backup of retracted requests needs a GPU.
 _PREFILL = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port")
 _DECODE = (
     *("--disaggregation-mode", "decode"),
     *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
 )
-# Starts an engine that has the pair's model, given the arguments that make it one of a pair.
+# Starts an engine with the pair's model and further arguments.
 StartEngine = Callable[[Sequence[str]], Awaitable[LocalEngine]]
 # The router ends when the benchmark ends, even if that is killed (PR_SET_PDEATHSIG).
 _END_WITH_PARENT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
@@ -54,19 +52,16 @@ Router.from_args(RouterArgs(
 )).start()
 """
 )
-# How often these routers ask engines for their load and health, and how long an engine may be
-# silent before it gets no requests. If engines take longer than their GPU, so do these.
+# These routers' intervals of asking for load and health, and time-outs of silent engines. The
+# slowdown of modelled GPUs stretches them.
 _SECONDS = (
     "load_monitor_interval", "worker_stall_secs", "worker_wedge_secs", "worker_stale_secs",
     "worker_warmup_secs", "health_check_interval_secs", "health_check_timeout_secs",
     "cb_timeout_duration_secs", "cb_window_duration_secs", "eviction_interval_secs",
 )  # fmt: skip
-# Every vocabulary has these tokens. They are few, so that they take hardly any room in a cache.
-_PROBE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
 
 
 def installed_routers() -> list[str]:
-    """Return the routers that are installed here."""
     packages = {STOCK: "sglang_router", SMG: "smg"}
     found = [name for name, package in packages.items() if find_spec(package) is not None]
     return [OURS, *found]
@@ -81,8 +76,8 @@ async def start_router(
     Args:
         name: one of :func:`installed_routers`.
         engines: the engines' URLs.
-        model_config: configuration of the model whose FLOPs our router counts; by default that of
-            the engines.
+        model_config: configuration of the model whose FLOPs our router counts; by default the
+            engines' own.
 
     Raises: EngineError, with the end of the router's log, if it does not answer in time.
     """
@@ -104,7 +99,6 @@ async def start_router(
 
 @asynccontextmanager
 async def _start_flashmoa(flags: Sequence[str]) -> AsyncGenerator[str]:
-    """Start ``flashmoa router``, and yield its URL."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-c", _FLASHMOA, "router", *flags, "--port", str(port)]
@@ -125,7 +119,7 @@ async def _start_rust_router(package: str, **arguments: Any) -> AsyncGenerator[s
 
 @asynccontextmanager
 async def _running(command: Sequence[str], url: str) -> AsyncGenerator[None]:
-    """Run a router, from when it answers requests."""
+    """Run a router, and yield once it answers requests."""
     with tempfile.TemporaryDirectory(prefix="flashmoa-router-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
@@ -141,11 +135,13 @@ async def _running(command: Sequence[str], url: str) -> AsyncGenerator[None]:
 
 
 async def _wait_until_ready(process: Process, url: str, log: Path) -> None:
+    # Every vocabulary has these tokens, and a cache has room for three more.
+    probe = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
     async with httpx.AsyncClient(timeout=10) as http:
-        with anyio.move_on_after(_START_SECONDS):
+        with anyio.move_on_after(60):
             while process.returncode is None:
                 try:
-                    if (await http.post(f"{url}/generate", json=_PROBE)).is_success:
+                    if (await http.post(f"{url}/generate", json=probe)).is_success:
                         return
                 except httpx.TransportError:
                     pass
@@ -157,7 +153,7 @@ async def _wait_until_ready(process: Process, url: str, log: Path) -> None:
 async def _stop(process: Process) -> None:
     if process.returncode is None:
         process.terminate()
-    with anyio.move_on_after(_STOP_SECONDS) as scope:
+    with anyio.move_on_after(5) as scope:
         await process.wait()
     if scope.cancelled_caught:
         process.kill()
@@ -167,11 +163,11 @@ async def _stop(process: Process) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PairStart:
-    """Describes a pair that is started.
+    """Describes a pair to start.
 
     Attributes:
-        shell: whether it gets a shell router, for which its engines need the plugin.
-        transport: what copies KV from one engine to the other: ``nixl`` or ``mooncake``.
+        shell: whether it gets a shell router; then its engines need the plugin.
+        transport: copies KV from one engine to the other: ``nixl`` or ``mooncake``.
     """
 
     start_engine: StartEngine
@@ -181,11 +177,7 @@ class PairStart:
 
 @dataclass(frozen=True, slots=True)
 class PdPair:
-    """A pair that is running.
-
-    Attributes:
-        url: of its shell router, or of the stock router if it has none.
-    """
+    """A running pair; ``url`` is its shell router's, or the stock router's without one."""
 
     url: str
     prefill: LocalEngine
@@ -196,7 +188,7 @@ class PdPair:
 async def start_pd_pairs(pairs: Mapping[str, PairStart]) -> AsyncGenerator[dict[str, PdPair]]:
     """Start pairs, and yield them by name once they answer.
 
-    Leaving the context ends the routers; the engines end with their :class:`LocalEngines`.
+    Leaving the context ends the routers. The engines end with their :class:`LocalEngines`.
 
     Raises: EngineError if an engine or a router does not start, or a package is missing.
     """
@@ -214,7 +206,7 @@ async def start_pd_pairs(pairs: Mapping[str, PairStart]) -> AsyncGenerator[dict[
 
 
 async def _start_pair(pair: PairStart, stack: AsyncExitStack) -> PdPair:
-    """Start a pair with the stock router in front of it, and its shell router if it has one."""
+    """Start a pair, its stock router, and its shell router if wanted."""
     bootstrap = free_port()
     transport = ("--disaggregation-transfer-backend", pair.transport)
     prefill = await pair.start_engine([*_PREFILL, str(bootstrap), *transport])

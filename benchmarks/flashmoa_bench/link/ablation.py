@@ -1,8 +1,8 @@
-"""Measure what streaming and the intra-turn cache each contribute (FlashAgents §6.4, Table 1).
+"""Measure the parts of streaming and of the intra-turn cache (FlashAgents §6.4, Table 1).
 
-The pipelines are those of ``flashmoa bench handoff``, at one pace: sequential on stock SGLang (each
-pipeline's request by itself, or all as one batch), linked on FlashMoA without its intra-turn cache,
-and linked on FlashMoA with it.
+The pipelines are as in ``flashmoa bench handoff``, at one pace: sequential on stock SGLang (a
+request for each pipeline, or all as one batch), and linked on FlashMoA without and with its
+intra-turn cache.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.link.pipelines import PipelineRound, Ways, Workload, play_grid
 
-# SGLang's default on the paper's GPU; its default on a CPU is smaller. The size decides how many
-# prompts stock SGLang starts at once, and so how often it computes their shared prefix.
+# SGLang's default on the paper's GPU; on a CPU it is smaller. Stock SGLang computes a shared prefix
+# again for each of the prompts that it starts at once, and this size limits their number.
 _CHUNK = ("--chunked-prefill-size", "8192")
 ROLES = (
     Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs", *_CHUNK)),
@@ -32,30 +32,24 @@ _VARIANTS: Ways = {
     "streaming": ("streaming", "linked"),
     "full": ("flashmoa", "linked"),
 }
-# The paper's pace, and the number of upstream tokens that its floor of about 4 s amounts to.
-_TPS, _UPSTREAM = 50.0, 200
-# Seconds in the paper's Table 1, by prefix and number of pipelines (Qwen3-32B on one A100).
+# Seconds in the paper's Table 1 (Qwen3-32B on one A100), at the paper's pace. With 200 upstream
+# tokens, T has its floor of about 4 s.
 _COLUMNS = ("baseline", "streaming", "full")
-PAPER: dict[tuple[int, int], tuple[float, float, float]] = {
-    (1000, 1): (4.46, 4.16, 4.11),
-    (1000, 8): (6.93, 4.11, 4.11),
-    (2000, 1): (4.77, 4.15, 4.11),
-    (2000, 8): (10.10, 5.32, 4.20),
+PAPER = {
+    Workload(50, 1000, 200, 1): (4.46, 4.16, 4.11),
+    Workload(50, 1000, 200, 8): (6.93, 4.11, 4.11),
+    Workload(50, 2000, 200, 1): (4.77, 4.15, 4.11),
+    Workload(50, 2000, 200, 8): (10.10, 5.32, 4.20),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """One row of Table 1; medians over rounds.
+    """One row of Table 1, by variant; medians over rounds.
 
     Attributes:
-        decode: T_decode of A, in seconds.
-        floor: seconds that no overlap can hide, in the full variant; as in ``bench handoff``.
-        seconds: T of Eq. 6, by variant.
-        duplicates: prompt tokens computed over unique prompt tokens, by variant; 1 means that
-            nothing is computed twice.
-        speedup: T of the baseline and of the batched variant over T of the full variant.
-        paper: the paper's seconds by variant; ``None`` if it does not have this row.
+        decode, floor: as in ``bench handoff``.
+        duplicates: computed over unique prompt tokens; 1 means no duplicates.
     """
 
     prefix: Annotated[int, Column("prefix")]
@@ -87,18 +81,17 @@ async def _measure(report: Report) -> None:
     report.show(
         "Ablation: T in seconds, speed-ups, and the paper's T",
         rows,
-        "baseline: stock, each pipeline's request by itself; batched: all of them as one; "
-        "streaming: linked, intra-turn cache off; full: as it is. T_A + floor: the least any "
-        "overlap can reach. computed: prompt tokens over unique ones, each shared one counted "
+        "baseline: stock, a request for each pipeline; batched: one request for all; "
+        "streaming: linked, intra-turn cache off; full: linked, with it. T_A + floor: the least "
+        "any overlap can reach. computed: prompt tokens over unique ones, each shared one counted "
         "once. paper: Qwen3-32B on one A100.",
     )
     report.save({"rows": rows})
 
 
 def summarise_row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> AblationRow:
-    """Summarise the rounds of one workload; ``rounds`` are by variant."""
     seconds = {name: median(each.seconds for each in group) for name, group in rounds.items()}
-    unique = workload.unique_tokens
+    unique, paper = workload.unique_tokens, PAPER.get(workload)
     return AblationRow(
         prefix=workload.prefix,
         pipelines=workload.concurrency,
@@ -110,15 +103,8 @@ def summarise_row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRoun
             for name, group in rounds.items()
         },
         speedup={name: seconds[name] / seconds["full"] for name in ("baseline", "batched")},
-        paper=_paper_seconds(workload),
+        paper=dict(zip(_COLUMNS, paper, strict=True)) if paper else None,
     )
-
-
-def _paper_seconds(workload: Workload) -> dict[str, float] | None:
-    if (workload.tps, workload.upstream) != (_TPS, _UPSTREAM):
-        return None
-    seconds = PAPER.get((workload.prefix, workload.concurrency))
-    return dict(zip(_COLUMNS, seconds, strict=True)) if seconds else None
 
 
 main = command(
@@ -126,10 +112,8 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--prefix", positive, [1000, 2000], "tokens known beforehand"),
-        Option("--pipelines", positive, [1, 8], "pipelines at once"),
-        Option("--tps", positive_float, _TPS, "upstream tokens per second"),
-        Option("--upstream", positive, _UPSTREAM, "upstream tokens"),
-    ),
+    Option("--prefix", positive, [1000, 2000], "tokens known beforehand"),
+    Option("--pipelines", positive, [1, 8], "pipelines at once"),
+    Option("--tps", positive_float, 50.0, "upstream tokens per second"),
+    Option("--upstream", positive, 200, "upstream tokens"),
 )

@@ -1,7 +1,7 @@
-"""Measure what prefilling in chunks costs (FlashAgents §6.5, Figure 8).
+"""Measure the costs of prefilling in chunks (FlashAgents §6.5, Figure 8).
 
-A fixed context is prefilled in chunks of several sizes, by prefill-only requests with ever longer
-prompts. The sum of all chunks is compared with a single pass, and the last chunk with the first.
+Prefill-only requests with ever longer prompts prefill a fixed context in chunks, of several sizes.
+The sum of all chunks is compared with a single pass, and the last chunk with the first.
 """
 
 from __future__ import annotations
@@ -26,21 +26,14 @@ from flashmoa_bench.harness.rounds import RoundPlayer
 ROLES = (Role("flashmoa", plugin=True),)
 # The time of all chunks over a single pass in Figure 8, by chunk size.
 PAPER = {128: "up to 3x", 512: "~1.2x"}
-PAPER_LAST = "4.6-7.9 % slower"
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """The figures of one chunk size; medians over rounds.
-
+    """One chunk size's figures; medians over rounds.
     Attributes:
-        chunk: number of tokens of a chunk.
-        seconds: time of each chunk in turn: of its forwards on a modelled GPU, otherwise as
-            measured by the engine.
-        total: median over rounds of the sum over chunks, in seconds.
-        over_single_pass: ``total`` over that of the whole context at once.
-        last_over_first: time of the last full chunk over that of the first; ``None`` unless there
-            are at least two full chunks.
+        seconds: time of each chunk: its forwards' on a modelled GPU, else the engine's measurement.
+        last_over_first: last over first full chunk; ``None`` with less than two full chunks.
     """
 
     chunk: Annotated[int, Column("chunk")]
@@ -75,13 +68,13 @@ async def _measure(report: Report) -> None:
     report.show(
         f"Chunked prefill of {options.context} tokens",
         rows,
-        f"The paper's last chunk of 128 is {PAPER_LAST} than its first.",
+        "The paper's last chunk of 128 is 4.6-7.9 % slower than its first.",
     )
     report.save({"sizes": rows})
 
 
 async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[float]:
-    """Prefill ``ids`` in chunks, and return the seconds that each took on the device.
+    """Prefill ``ids`` in chunks, and return the device's seconds for each.
 
     Raises: BadAnswer if the engine computed a different number of tokens.
     """
@@ -91,7 +84,7 @@ async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[flo
         end = min(len(ids), start + chunk)
         before = await read_device(engine.url)
         done = await engine.prefill_only(input_ids=ids[:end])
-        # With a page size above 1, the end of a chunk is computed with the next chunk.
+        # With a page size above 1, the next chunk computes the end of this chunk.
         if abs(done.prefilled_tokens - (end - start)) > max(1, chunk // 4):
             raise BadAnswer(
                 f"{engine.url} computed {done.prefilled_tokens} tokens for a chunk of "
@@ -107,19 +100,16 @@ async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[flo
 
 
 def summarise(rounds: Mapping[int, Sequence[Sequence[float]]], context: int) -> list[ChunkSize]:
-    """Summarise ``rounds``: by chunk size, the seconds of each chunk of each round."""
+    """Summarise the seconds of each chunk of each round, by chunk size."""
     single = median(sum(seconds) for seconds in rounds[context])
-    return [_summarise_size(chunk, group, context, single) for chunk, group in rounds.items()]
-
-
-def _summarise_size(
-    chunk: int, group: Sequence[Sequence[float]], context: int, single: float
-) -> ChunkSize:
-    seconds = tuple(median(values) for values in zip(*group, strict=True))
-    total = median(sum(values) for values in group)
-    full = context // chunk
-    last = seconds[full - 1] / seconds[0] if full > 1 else None
-    return ChunkSize(chunk, seconds, total, total / single, last)
+    sizes: list[ChunkSize] = []
+    for chunk, group in rounds.items():
+        seconds = tuple(median(values) for values in zip(*group, strict=True))
+        total = median(sum(values) for values in group)
+        full = context // chunk
+        last = seconds[full - 1] / seconds[0] if full > 1 else None
+        sizes.append(ChunkSize(chunk, seconds, total, total / single, last))
+    return sizes
 
 
 main = command(
@@ -127,9 +117,7 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--context", positive, 1024, "tokens in all"),
-        Option("--chunks", positive, [128, 256, 384, 512], "tokens each"),
-    ),
+    Option("--context", positive, 1024, "tokens in all"),
+    Option("--chunks", positive, [128, 256, 384, 512], "tokens each"),
     check=_check,
 )

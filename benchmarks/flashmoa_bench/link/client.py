@@ -1,9 +1,8 @@
-"""Measure what it costs to hear answers while they are written, in CPU time for each token.
+"""Measure the CPU time, for each token, of hearing answers while they are written.
 
-An OpenAI client asks an engine for the same answers as whole answers, with the header that names
-a call (*marked*), named with a channel that brings the text (*heard*), and as streams. The client's
-own CPU time is measured, and for an engine that was started here the CPU time of its HTTP process
-and of its detokenizer.
+An OpenAI client asks an engine for the same answers as *whole* answers, with the header that names
+a call (*marked*), named with a channel that brings the text (*heard*), and *streamed*. The CPU time
+of the client is measured, and of a local engine's HTTP process and detokenizer.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -35,14 +33,11 @@ from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 Way = Literal["whole", "marked", "heard", "streamed"]
 WAYS: tuple[Way, ...] = get_args(Way)
 ROLES = (Role("flashmoa", plugin=True),)
-# Until the channel is open.
-_OPENING_SECONDS = 0.3
-_US = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRound:
-    """Answers of one way: seconds of CPU time in all, pieces of text, and what was written."""
+    """One way's answers: seconds of CPU time in all, number of pieces of text, and the texts."""
 
     client: float
     engine: float
@@ -56,22 +51,16 @@ class Cost:
 
     calls: Annotated[int, Column("calls at once")]
     way: Annotated[Way, Column("way")]
-    client: Annotated[float, Column("client", "{:.0f} us", _US)]
-    engine: Annotated[float, Column("HTTP and detokenizer", "{:.0f} us", _US)]
+    client: Annotated[float, Column("client", "{:.0f} us", 1e6)]
+    engine: Annotated[float, Column("HTTP and detokenizer", "{:.0f} us", 1e6)]
     pieces: Annotated[float, Column("pieces of a text", "{:.0f}")]
 
 
 async def _measure(report: Report) -> None:
-    async with report.connect(ROLES, 65536) as engines:
-        costs = await _play_all(engines["flashmoa"], report)
-    report.show("CPU time for each token", costs)
-    report.save({"costs": costs})
-
-
-async def _play_all(engine: EngineClient, report: Report) -> list[Cost]:
     options, costs = report.options, list[Cost]()
     ways = len(WAYS) * len(options.calls)
-    async with AsyncExitStack() as stack:
+    async with report.connect(ROLES, 65536) as engines, AsyncExitStack() as stack:
+        engine = engines["flashmoa"]
         player = stack.enter_context(RoundPlayer(report.console, options.repeats, ways))
         host = TaskHost("The benchmark's channel has failed")
         stack.push_async_callback(host.close)
@@ -83,14 +72,24 @@ async def _play_all(engine: EngineClient, report: Report) -> list[Cost]:
             rounds = await player.play(WAYS, play, f"{calls} calls:")
             if len({tuple(each.texts) for way in WAYS for each in rounds[way]}) > 1:
                 raise EngineError("the engine has answered the same question in several ways")
-            costs += [_summarise(way, calls, options.tokens, rounds[way]) for way in WAYS]
-    return costs
+            costs += [
+                Cost(
+                    calls=calls,
+                    way=way,
+                    client=median(each.client for each in rounds[way]) / (calls * options.tokens),
+                    engine=median(each.engine for each in rounds[way]) / (calls * options.tokens),
+                    pieces=median(each.pieces for each in rounds[way]) / calls,
+                )
+                for way in WAYS
+            ]
+    report.show("CPU time for each token", costs)
+    report.save({"costs": costs})
 
 
 async def _play(
     client: AsyncOpenAI, engine: EngineClient, host: TaskHost, calls: int, tokens: int, way: Way
 ) -> AnsweredRound:
-    """Ask for answers at once, all in one way."""
+    """Ask for all answers at once, in one way."""
     pieces: list[str] = []
 
     async def ask(number: int) -> str:
@@ -101,7 +100,7 @@ async def _play(
             "temperature": 0,
             "extra_body": {"ignore_eos": True},
         }
-        create: Any = client.chat.completions.create  # Its overloads take no such dictionary.
+        create: Any = client.chat.completions.create  # Its overloads accept no such dictionary.
         if way == "streamed":
             chunks = await create(**request, stream=True)
             found = [each.choices[0].delta.content async for each in chunks if each.choices]
@@ -116,31 +115,22 @@ async def _play(
             answer = await create(**request, extra_headers=headers)
         return answer.choices[0].message.content
 
-    async with _channel(engine, host, is_open=way == "heard") as channel:
+    channel = CallChannel(engine, host)
+    if way == "heard":
+        channel.open()
+        await anyio.sleep(0.3)
+    try:
         before, engine_before = time.process_time(), _engine_seconds(engine.url)
         texts = await run_concurrently(ask, range(calls))
         seconds = time.process_time() - before
-        return AnsweredRound(
-            seconds, _engine_seconds(engine.url) - engine_before, len(pieces), texts
-        )
-
-
-@asynccontextmanager
-async def _channel(
-    engine: EngineClient, host: TaskHost, *, is_open: bool
-) -> AsyncGenerator[CallChannel]:
-    channel = CallChannel(engine, host)
-    if is_open:
-        channel.open()
-        await anyio.sleep(_OPENING_SECONDS)
-    try:
-        yield channel
+        engine_seconds = _engine_seconds(engine.url) - engine_before
+        return AnsweredRound(seconds, engine_seconds, len(pieces), texts)
     finally:
         channel.close()
 
 
 def _engine_seconds(url: str) -> float:
-    """Return the CPU time of an engine's HTTP process and detokenizer; 0 if it is not here."""
+    """Return the CPU time of an engine's HTTP process and detokenizer; 0 if it runs elsewhere."""
     import psutil  # SGLang has it.
 
     own, port = psutil.Process(os.getpid()), urlsplit(url).port
@@ -152,23 +142,11 @@ def _engine_seconds(url: str) -> float:
     return 0.0
 
 
-def _summarise(way: Way, calls: int, tokens: int, rounds: list[AnsweredRound]) -> Cost:
-    return Cost(
-        calls=calls,
-        way=way,
-        client=median(each.client for each in rounds) / (calls * tokens),
-        engine=median(each.engine for each in rounds) / (calls * tokens),
-        pieces=median(each.pieces for each in rounds) / calls,
-    )
-
-
 main = command(
     "client",
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--tokens", positive, 400, "of an answer"),
-        Option("--calls", positive, [1, 8], "at once"),
-    ),
+    Option("--tokens", positive, 400, "of an answer"),
+    Option("--calls", positive, [1, 8], "at once"),
 )

@@ -1,10 +1,9 @@
-"""Replay recorded coding agents, of which all together need twice the KV pool.
+"""Replay recorded coding agents whose contexts together need twice the KV pool.
 
 Each agent is a program with the stock OpenAI client: it asks, runs a tool, and asks again with the
-tool's result behind all that was said before. Prompts, answers, results and the time that tools
-take are as long as recorded (``flashmoa_bench/recorded/coding_agents.json``); the words are the
-engine's own, and each prompt carries the answers as the engine gave them. *Roomy* is stock SGLang
-with a pool for all agents, which nothing can pass.
+tool's result after the conversation so far. Lengths and times of tools are as recorded
+(``flashmoa_bench/recorded/coding_agents.json``). The engine writes the words, and each prompt
+carries the engine's answers. *Roomy* is stock SGLang with a pool for all agents, as a bound.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import openai
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive, positive_float
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
 from flashmoa_bench.recorded import RecordedTurn, load_agents
 
-# A model of noise writes a short call in few tokens, of whatever form.
+# A short call, which a model of random weights writes in few tokens.
 _CALL = "[bash()]"
 _TOOL: Any = {
     "type": "function",
@@ -37,23 +36,14 @@ _TOOL: Any = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# What the chat template and the call add to the words of a first prompt, an answer and a result of
-# the benchmark's own models. The tokens that agents have in the end show whether it still does.
-_AROUND_PROMPT, _AROUND_ANSWER, _AROUND_RESULT = 240, 12, 81
-_WORDS = 400
-# A prompt is found if at least this part of what was there before is still cached.
-_FOUND = 0.95
+# Tokens that the chat template and the call add to the words of a first prompt, an answer and a
+# result with the benchmark's own models. The agents' final numbers of tokens check them.
+_AROUND = RecordedTurn(prompt=240, answer=12, result=81, gap=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """A request with the results of tools.
-
-    Attributes:
-        seconds: time to its first token.
-        before: number of tokens of the prompt before and of its answer.
-        cached: number of its tokens that were cached.
-    """
+    """A request with the results of tools; ``before`` counts the previous prompt and its answer."""
 
     seconds: float
     before: int
@@ -61,109 +51,96 @@ class Return:
 
     @property
     def is_found(self) -> bool:
-        return self.cached >= _FOUND * self.before
+        """Return whether nearly all of the previous prompt and its answer was still cached."""
+        return self.cached >= 0.95 * self.before
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One replay of all agents: their returns, and the seconds until the last agent ended.
-
-    ``tokens``: how many all of them had with their last answers.
-    """
+    """One replay of all agents: its seconds, and the agents' tokens with their last answers."""
 
     returns: Sequence[Return]
     seconds: float
     tokens: int
 
 
-class Agent:
-    """A recorded agent, which asks one engine.
+async def play(
+    client: openai.AsyncOpenAI,
+    turns: Sequence[RecordedTurn],
+    words: Sequence[str],
+    dice: random.Random,
+) -> tuple[list[Return], int]:
+    """Play an agent's turns; return the requests after the first one, and the final tokens."""
 
-    Args:
-        words: words of one token each.
-    """
+    def write(tokens: int) -> str:
+        return " ".join(dice.choices(words, k=max(1, tokens)))
 
-    def __init__(
-        self, client: openai.AsyncOpenAI, words: Sequence[str], dice: random.Random
-    ) -> None:
-        self._client = client
-        self._words = words
-        self._dice = dice
+    messages: list[Any] = [{"role": "user", "content": write(turns[0].prompt - _AROUND.prompt)}]
+    returns: list[Return] = []
+    before = 0
+    for turn in turns:
+        asked = clock.now()
+        first, message, usage = await _ask(client, messages, turn.answer)
+        if before:
+            details = usage.prompt_tokens_details
+            cached = details.cached_tokens if details is not None else None
+            returns.append(Return(first - asked, before, cached or 0))
+        before = usage.prompt_tokens + usage.completion_tokens
+        await clock.sleep(turn.gap)
+        result = write(turn.result - _AROUND.result)
+        call_id = message["tool_calls"][0]["id"]
+        messages += [message, {"role": "tool", "tool_call_id": call_id, "content": result}]
+    return returns, before
 
-    async def play(self, turns: Sequence[RecordedTurn]) -> tuple[list[Return], int]:
-        """Play all turns; return the requests after the first one, and the tokens in the end."""
-        prompt = self._text(turns[0].prompt - _AROUND_PROMPT)
-        messages: list[Any] = [{"role": "user", "content": prompt}]
-        returns: list[Return] = []
-        before = 0
-        for turn in turns:
-            asked = clock.now()
-            first, message, usage = await self._ask(messages, turn.answer)
-            if before:
-                cached = (usage.prompt_tokens_details or _NOTHING).cached_tokens or 0
-                returns.append(Return(first - asked, before, cached))
-            before = usage.prompt_tokens + usage.completion_tokens
-            await clock.sleep(turn.gap)
-            result = self._text(turn.result - _AROUND_RESULT)
-            call = message["tool_calls"][0]
-            messages += [
-                message,
-                {"role": "tool", "tool_call_id": call["id"], "content": result},
-            ]
-        return returns, before
 
-    def _text(self, words: int) -> str:
-        return " ".join(self._dice.choices(self._words, k=max(1, words)))
-
-    async def _ask(self, messages: list[Any], tokens: int) -> tuple[float, dict[str, Any], Any]:
-        """Return the time of the first token, the answer as a message, and the usage."""
-        words = max(1, tokens - _AROUND_ANSWER)
-        # The client's types know an answer by its arguments, and do not know these.
-        create: Any = self._client.chat.completions.create
-        answer: Any = await create(
-            model="default",
-            messages=messages,
-            tools=[_TOOL],
-            temperature=0,
-            max_tokens=tokens + 60,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"regex": _words(words) + re.escape(_CALL)},
-        )
-        first, content = 0.0, ""
-        usage: Any = None
-        call: dict[str, Any] = {"arguments": ""}
-        async for chunk in answer:
-            first = first or clock.now()
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                content += choice.delta.content or ""
-                for part in choice.delta.tool_calls or ():
-                    call["id"] = part.id or call["id"]
-                    call["name"] = part.function.name or call["name"]
-                    call["arguments"] += part.function.arguments or ""
-        function = {"name": call["name"], "arguments": call["arguments"]}
-        calls: list[Any] = [{"id": call["id"], "type": "function", "function": function}]
-        return first, {"role": "assistant", "content": content, "tool_calls": calls}, usage
+async def _ask(
+    client: openai.AsyncOpenAI, messages: list[Any], tokens: int
+) -> tuple[float, dict[str, Any], Any]:
+    """Return the time of the first token, the answer as a message, and the usage."""
+    # The client's types do not know these arguments.
+    create: Any = client.chat.completions.create
+    answer: Any = await create(
+        model="default",
+        messages=messages,
+        tools=[_TOOL],
+        temperature=0,
+        max_tokens=tokens + 60,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"regex": _words(max(1, tokens - _AROUND.answer)) + re.escape(_CALL)},
+    )
+    first, content = 0.0, ""
+    usage: Any = None
+    call: dict[str, Any] = {"arguments": ""}
+    async for chunk in answer:
+        first = first or clock.now()
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            for part in choice.delta.tool_calls or ():
+                call["id"] = part.id or call["id"]
+                call["name"] = part.function.name or call["name"]
+                call["arguments"] += part.function.arguments or ""
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    calls: list[Any] = [{"id": call["id"], "type": "function", "function": function}]
+    return first, {"role": "assistant", "content": content, "tool_calls": calls}, usage
 
 
 def _words(count: int) -> str:
-    """Return a pattern of so many words and one; each but the first and last is one token."""
+    """Return a pattern of ``count`` + 1 words; each but the first and the last is one token."""
     return f"[a-z]{{2,9}}( [a-z]{{2,12}}){{{count}}}"
-
-
-_NOTHING = argparse.Namespace(cached_tokens=0)
 
 
 async def learn_words(engine: EngineClient) -> list[str]:
     """Return words that the engine's model writes as one token each."""
+    count = 400
     async with openai_client(engine) as client:
         answer = await client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": "Words!"}],
             temperature=0,
-            max_tokens=4 * _WORDS,
-            extra_body={"regex": _words(_WORDS)},
+            max_tokens=4 * count,
+            extra_body={"regex": _words(count)},
         )
     words = (answer.choices[0].message.content or "").split()
     return sorted(set(words[1:-1]))
@@ -175,29 +152,27 @@ def openai_client(engine: EngineClient) -> openai.AsyncOpenAI:
     )
 
 
-def scaled(turns: Sequence[RecordedTurn], factor: float) -> list[RecordedTurn]:
-    """Return turns of which all lengths and gaps are divided by a factor."""
+def chosen_agents(options: argparse.Namespace) -> list[list[RecordedTurn]]:
+    """Return a command line's agents, evenly from short to long ones, with scaled turns."""
+    agents, scale = load_agents(), options.scale
+    step = len(agents) / options.agents
+    places = [int((number + 0.5) * step) for number in range(options.agents)]
     return [
-        RecordedTurn(
-            max(_AROUND_PROMPT + 1, round(turn.prompt / factor)),
-            max(_AROUND_ANSWER + 1, round(turn.answer / factor)),
-            max(_AROUND_RESULT + 1, round(turn.result / factor)),
-            turn.gap / factor,
-        )
-        for turn in turns
+        [
+            RecordedTurn(
+                max(_AROUND.prompt + 1, round(turn.prompt / scale)),
+                max(_AROUND.answer + 1, round(turn.answer / scale)),
+                max(_AROUND.result + 1, round(turn.result / scale)),
+                turn.gap / scale,
+            )
+            for turn in agents[place][: options.turns]
+        ]
+        for place in places
     ]
 
 
-def chosen_agents(options: argparse.Namespace) -> list[list[RecordedTurn]]:
-    """Return the agents of a command line, from short and long ones alike."""
-    agents = load_agents()
-    step = len(agents) / options.agents
-    places = [int((number + 0.5) * step) for number in range(options.agents)]
-    return [scaled(agents[place][: options.turns], options.scale) for place in places]
-
-
 def tokens_of(turns: Sequence[RecordedTurn]) -> int:
-    """Return how many tokens an agent has with its last answer."""
+    """Return an agent's tokens with its last answer."""
     grown = sum(turn.answer + turn.result for turn in turns)
     return turns[0].prompt + grown - turns[-1].result
 
@@ -211,7 +186,7 @@ async def replay(
     async with openai_client(engine) as client:
 
         async def run(number: int) -> tuple[list[Return], int]:
-            return await Agent(client, words, random.Random(seed + number)).play(agents[number])
+            return await play(client, agents[number], words, random.Random(seed + number))
 
         played = await run_concurrently(run, range(len(agents)))
     returns = [each for one, _ in played for each in one]
@@ -228,14 +203,7 @@ ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class AgentsRow:
-    """One way, over all rounds; times in seconds.
-
-    Attributes:
-        found: share of the returns that find at least 95 % of the prompt before and its answer.
-        mean, p50, p90, p99: times to the first token of returns.
-        of_stock: ``mean`` over that of stock SGLang.
-        seconds: until the last agent ended.
-    """
+    """One way, over all rounds; times in seconds."""
 
     way: Annotated[str, Column("")]
     found: Annotated[float, Column("found", "{:.1%}")]
@@ -248,8 +216,6 @@ class AgentsRow:
 
 
 def summarise(rounds: dict[str, list[Replay]]) -> list[AgentsRow]:
-    """Summarise the replays of each way."""
-
     def mean_seconds(way: str) -> float:
         return mean(each.seconds for one in rounds[way] for each in one.returns)
 
@@ -257,17 +223,18 @@ def summarise(rounds: dict[str, list[Replay]]) -> list[AgentsRow]:
     for way, replays in rounds.items():
         returns = [each for one in replays for each in one.returns]
         times = [each.seconds for each in returns]
-        row = AgentsRow(
-            way=way,
-            found=mean(each.is_found for each in returns),
-            mean=mean(times),
-            of_stock=mean_seconds(way) / mean_seconds("stock"),
-            p50=percentile(times, 0.5),
-            p90=percentile(times, 0.9),
-            p99=percentile(times, 0.99),
-            seconds=mean(one.seconds for one in replays),
+        rows.append(
+            AgentsRow(
+                way=way,
+                found=mean(each.is_found for each in returns),
+                mean=mean(times),
+                of_stock=mean(times) / mean_seconds("stock"),
+                p50=percentile(times, 0.5),
+                p90=percentile(times, 0.9),
+                p99=percentile(times, 0.99),
+                seconds=mean(one.seconds for one in replays),
+            )
         )
-        rows.append(row)
     return rows
 
 
@@ -282,8 +249,18 @@ async def _measure(report: Report) -> None:
         for role in ROLES
         if role.name != "roomy" or options.roomy
     ]
+    seeds = random.Random(options.seed)
     async with report.connect(roles, pools["stock"]) as engines:
-        rounds = await _play_all(engines, agents, report)
+        words = await learn_words(engines["flashmoa"])
+
+        async def run(way: str) -> Replay:
+            return await replay(engines[way], agents, words, seeds.randrange(1 << 30))
+
+        ways = [role.name for role in roles if role.name in engines]
+        with RoundPlayer(report.console, options.repeats, len(ways)) as player:
+            for way in ways:
+                await replay(engines[way], [agents[0][:2]], words, options.seed)
+            rounds = await player.play(ways, run, warm_up=False)
         rows = summarise(rounds)
         gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
     report.show(
@@ -301,34 +278,15 @@ async def _measure(report: Report) -> None:
     report.save({"rows": rows, "pool": pools["stock"], "tokens": tokens, "gave_way": gave_way})
 
 
-async def _play_all(
-    engines: Engines, agents: Sequence[Sequence[RecordedTurn]], report: Report
-) -> dict[str, list[Replay]]:
-    options = report.options
-    words = await learn_words(engines["flashmoa"])
-    ways = [role.name for role in ROLES if role.name in engines]
-    seeds = random.Random(options.seed)
-
-    async def run(way: str) -> Replay:
-        return await replay(engines[way], agents, words, seeds.randrange(1 << 30))
-
-    with RoundPlayer(report.console, options.repeats, len(ways)) as player:
-        for way in ways:
-            await replay(engines[way], [agents[0][:2]], words, options.seed)
-        return await player.play(ways, run, warm_up=False)
-
-
 main = command(
     "coding_agents",
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--agents", positive, 12, "agents at once, of 24 recorded ones"),
-        Option("--turns", positive, 40, "the most turns of each"),
-        Option("--scale", positive_float, 4.0, "divides all lengths and the time of tools"),
-        Option("--pool", positive_float, 0.5, "KV pool over the tokens of all agents in the end"),
-        Option("--roomy", bool, about="also with a pool for all agents"),
-    ),
+    Option("--agents", positive, 12, "agents at once, of 24 recorded agents"),
+    Option("--turns", positive, 40, "largest number of turns of each"),
+    Option("--scale", positive_float, 4.0, "divides all lengths and the time of tools"),
+    Option("--pool", positive_float, 0.5, "KV pool over the agents' final tokens"),
+    Option("--roomy", bool, about="also with a pool for all agents"),
     defaults={"repeats": 1},
 )

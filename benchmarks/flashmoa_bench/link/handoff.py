@@ -1,11 +1,10 @@
 """Measure the handoff of FlashAgents §6.1 (Figure 6), over a grid of workloads.
 
-C pipelines run at once. In each, agent A writes tokens at a set rate, and agent B answers a prompt
-of a known prefix (shared by the C pipelines), A's tokens and a suffix of 10 tokens. T is the time
-from A's first token to B's first token (Eq. 6). It is measured sequentially on stock SGLang, with
-its scheduling policies fcfs and lpm, and linked on FlashMoA.
-
-The agents A are clocks, so that one engine suffices.
+C pipelines run at once. In each, agent A writes tokens at a set rate, and agent B answers a prompt:
+a known prefix (shared by the C pipelines), A's tokens and a suffix of 10 tokens. T is the time from
+A's first token to B's first token (Eq. 6). It is measured sequentially on stock SGLang, with its
+scheduling policies fcfs and lpm, and linked on FlashMoA. The agents A are clocks, so one engine is
+enough.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any
 
-from rich.console import Console
-
 from flashmoa_bench.harness.command_line import (
     RESUME,
     Option,
@@ -26,33 +23,21 @@ from flashmoa_bench.harness.command_line import (
     positive_float,
 )
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import measured_cells
 from flashmoa_bench.link.pipelines import PipelineRound, Ways, Workload, play_grid
 
 LINKED = "linked"
-# A cell with hardly anything to hide says nothing about how well it is hidden. The bound must be
-# above this share of the sequential time.
-WORTH_HIDING = 0.1
-WELL_HIDDEN = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffCell:
-    """The figures of one workload; medians over rounds, in seconds.
+    """One workload's figures (docs/benchmarks.md); medians over rounds, in seconds.
 
     Attributes:
-        seconds: T of Eq. 6, by way: each baseline, and ``linked``.
-        speedup: T of each baseline over T linked.
-        decode: T_decode of A, as paced.
-        prefill: time that the better baseline adds to it, P_B = T_seq - T_A.
-        floor: time to B's first token if everything before A's last token is cached.
-        bound: min(decode, prefill - floor), Eq. 4.
-        hidden: time that linking hides, T_seq - T_linked.
+        seconds, speedup: T by way, and T of each baseline over T linked.
         hidden_fraction: ``hidden`` over ``bound``; ``None`` unless the bound is above 0.
-        late_tokens: prompt tokens left to compute when B's request came, linked.
-        overrun: share of a modelled GPU's time by which forwards were computed too late.
+        overrun: delay of forwards over a modelled GPU's time.
     """
 
     workload: Annotated[Workload, Column("workload")]
@@ -69,23 +54,22 @@ class HandoffCell:
 
     @property
     def sequential(self) -> float:
-        """Return T of the better baseline."""
         return min(value for way, value in self.seconds.items() if way != LINKED)
 
     @property
     def worthy_fraction(self) -> Annotated[float | None, Column("fraction", "{:.2f}")]:
-        """Return the hidden fraction of a cell that is worth hiding; ``None`` of another one."""
+        """Return the hidden fraction of a cell that is worth hiding, else ``None``."""
         return self.hidden_fraction if self.is_worth_hiding else None
 
     @property
     def is_worth_hiding(self) -> bool:
-        return self.bound > WORTH_HIDING * self.sequential
+        """Return whether there is enough to hide to tell how well it is hidden."""
+        return self.bound > 0.1 * self.sequential
 
 
 def summarise_cell(
     workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]], overrun: float = 0.0
 ) -> HandoffCell:
-    """Summarise the rounds of one workload; ``rounds`` are by way, ``linked`` among them."""
     seconds = {way: median(each.seconds for each in group) for way, group in rounds.items()}
     linked = seconds[LINKED]
     sequential = min(value for way, value in seconds.items() if way != LINKED)
@@ -111,15 +95,7 @@ def summarise_cell(
 
 @dataclass(frozen=True, slots=True)
 class GridSummary:
-    """The figures of all cells of a grid.
-
-    Attributes:
-        cells: number of cells.
-        won: by baseline, the number of cells in which linking is at least as fast.
-        speedups: by baseline, the least, the median and the greatest speed-up.
-        worth_hiding: number of cells whose bound is above a tenth of the sequential time.
-        well_hidden: number of these cells with a hidden fraction of at least 0.95.
-    """
+    """The figures of all cells of a grid; by baseline, the cells won and the range of speed-ups."""
 
     cells: int
     won: Mapping[str, int]
@@ -138,7 +114,7 @@ def summarise_grid(cells: Sequence[HandoffCell]) -> GridSummary:
             way: (min(values), median(values), max(values)) for way, values in by_way.items()
         },
         worth_hiding=len(worth),
-        well_hidden=sum((cell.hidden_fraction or 0) >= WELL_HIDDEN for cell in worth),
+        well_hidden=sum((cell.hidden_fraction or 0) >= 0.95 for cell in worth),
     )
 
 
@@ -152,27 +128,30 @@ _WAYS: Ways = {
     "lpm": ("lpm", "sequential"),
     LINKED: ("flashmoa", "linked"),
 }
-# Values of A's tokens per second, of the prefix's tokens, and of the tokens that A writes.
-_Grid = tuple[list[float], list[int], list[int]]
-_DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
-_CONCURRENCY = [1, 2, 4, 8]
-# Options that may differ between a run and the one that it resumes.
+# A's tokens per second, the prefix's tokens, the tokens that A writes, and the number of pipelines,
+# by whether the grid is the full one.
+_GRIDS: dict[bool, tuple[list[float], list[int], list[int], list[int]]] = {
+    False: ([50.0, 100.0], [256, 512, 1024], [64], [1, 2, 4, 8]),
+    True: (
+        [25.0, 50.0, 100.0],
+        [1000, 4000, 8000, 16_000],
+        [32, 64, 128, 256, 400],
+        [1, 2, 4, 8],
+    ),
+}
+# Options that may differ between a run and the run that it resumes.
 _FREE_OPTIONS = ("repeats", "tps", "prefix", "upstream", "concurrency")
-_FULL: _Grid = ([25.0, 50.0, 100.0], [1000, 4000, 8000, 16_000], [32, 64, 128, 256, 400])
 
 
 def workloads(arguments: argparse.Namespace) -> list[Workload]:
-    """Return the grid's workloads.
-
-    Dimensions that are not given are those of the default grid or, with ``--full``, the large one.
-    """
-    all_tps, prefixes, upstreams = _FULL if arguments.full else _DEFAULT
+    """Return the grid's workloads; the default or the full grid has the dimensions not given."""
+    all_tps, prefixes, upstreams, counts = _GRIDS[arguments.full]
     return [
         Workload(tps, prefix, upstream, concurrency)
         for tps in arguments.tps or all_tps
         for prefix in arguments.prefix or prefixes
         for upstream in arguments.upstream or upstreams
-        for concurrency in arguments.concurrency or _CONCURRENCY
+        for concurrency in arguments.concurrency or counts
     ]
 
 
@@ -180,13 +159,12 @@ async def _measure(report: Report) -> None:
     options = report.options
     grid = workloads(options)
     measured = measured_cells(report, HandoffCell, _FREE_OPTIONS)
-    # A cell that overran is measured again.
-    found = {cell.workload: cell for cell in measured if cell.overrun <= TOLERATED_SHARE}
+    found = {cell.workload: cell for cell in measured}
     if todo := [workload for workload in grid if workload not in found]:
         names = [*options.policies, LINKED]
         roles = [role for role in ROLES if role.name in {_WAYS[name][0] for name in names}]
         async with report.connect(roles, max(each.pool_tokens for each in todo)) as engines:
-            # A way whose engine is optional, and is not there, is left out.
+            # Without its optional engine, a way is left out.
             ways: Ways = {name: _WAYS[name] for name in names if _WAYS[name][0] in engines}
             played = play_grid(engines, todo, ways, options.repeats, options.seed, report.console)
             async for workload, rounds, overrun in played:
@@ -202,27 +180,23 @@ def _to_results(cells: Sequence[HandoffCell]) -> dict[str, Any]:
 
 
 def show(cells: Sequence[HandoffCell], report: Report) -> None:
-    """Print the table and its summary."""
     report.show(
         "Handoff, in seconds; workload: tokens per second/prefix/upstream tokens/pipelines",
         cells,
-        "T: from A's first token to B's (Eq. 6). T_A: A's decode time. P_B: what the better "
-        "baseline adds to T_A. floor: B's time to first token when all that was known before A's "
-        "last token is cached. bound: min(T_A, P_B - floor), the most that can be hidden. hidden: "
+        "T: from A's first token to B's (Eq. 6). T_A: A's decode time. P_B: T of the better "
+        "baseline - T_A. floor: B's time to first token when everything known before A's last "
+        "token is cached. bound: min(T_A, P_B - floor), the most that can be hidden. hidden: "
         "T of the better baseline - T linked. fraction: hidden over bound. late: prompt tokens "
         "left to compute when B's request came.",
     )
-    _show_summary(summarise_grid(cells), report.console)
-
-
-def _show_summary(summary: GridSummary, console: Console) -> None:
+    summary = summarise_grid(cells)
     for way, won in summary.won.items():
         least, middle, most = summary.speedups[way]
-        console.print(
+        report.console.print(
             f"vs {way}: {won} of {summary.cells} cells won; speed-up {least:.2f}x to {most:.2f}x, "
             f"median {middle:.2f}x"
         )
-    console.print(
+    report.console.print(
         f"hidden fraction >= 0.95 in {summary.well_hidden} of {summary.worth_hiding} cells whose "
         "bound is above 10 % of T"
     )
@@ -233,13 +207,11 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--full", bool, about="measure the grid of 240 cells, not of 24"),
-        Option("--tps", positive_float, about="upstream tokens per second", count="+"),
-        Option("--prefix", positive, about="tokens known beforehand", count="+"),
-        Option("--upstream", positive, about="tokens the upstream writes", count="+"),
-        Option("--concurrency", positive, about="pipelines at once", count="+"),
-        Option("--policies", str, ["fcfs", "lpm"], "of stock SGLang", choices=("fcfs", "lpm")),
-        RESUME,
-    ),
+    Option("--full", bool, about="measure the grid of 240 cells, not of 24"),
+    Option("--tps", positive_float, about="upstream tokens per second", count="+"),
+    Option("--prefix", positive, about="tokens known beforehand", count="+"),
+    Option("--upstream", positive, about="tokens the upstream writes", count="+"),
+    Option("--concurrency", positive, about="pipelines at once", count="+"),
+    Option("--policies", str, ["fcfs", "lpm"], "of stock SGLang", choices=("fcfs", "lpm")),
+    RESUME,
 )

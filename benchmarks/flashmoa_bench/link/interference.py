@@ -1,7 +1,6 @@
 """Measure what FlashMoA's prompt streams cost a request that belongs to no workflow.
 
-It decodes beside workflows on stock SGLang, and beside the same workflows with the plugin, unlinked
-and linked.
+This stranger decodes beside workflows: on stock SGLang, and with the plugin, unlinked and linked.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from statistics import mean, median
 from typing import Annotated
@@ -31,56 +29,51 @@ from flashmoa_bench.harness.requests import TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile, run_concurrently
 from flashmoa_bench.link.pipelines import SUFFIX_TOKENS, Pipeline, ask_downstream
 
-# Of the stranger's 99th percentile between tokens, and of the pipelines' latency, both over stock
-# SGLang's.
-GOAL_GAP, GOAL_PIPELINE = 1.25, 1.1
 STOCK = "stock"
 ROLES = (Role(STOCK, plugin=False), Role("flashmoa", plugin=True))
-# The engine's role, whether there are pipelines, and whether they are linked, by way.
+# For each way: the engine's role, whether there are pipelines, and whether they are linked.
 _WAYS = {
     "unlinked": ("flashmoa", True, False),
     "linked": ("flashmoa", True, True),
     "alone": ("flashmoa", False, False),
 }
-_PROMPT_TOKENS = 32
-# Tokens of each pipeline's answer, tokens per second of an upstream agent, and the number of these
-# agents that write at the same time.
-_OUTPUT_TOKENS, _TPS, _AT_ONCE = 32, 50.0, 8
-# Answers of a stranger that has the engine to itself.
-_ANSWERS_ALONE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Describes pipelines that arrive one after another, evenly.
+    """Pipelines that arrive one after another at equal intervals, and a stranger.
 
     Attributes:
-        pipelines: number of pipelines in all.
-        prefix, upstream: tokens of each pipeline's prefix and upstream agent; no two pipelines
-            share any.
-        tokens: tokens of each of the stranger's answers.
+        prefix, upstream, answer: tokens of each pipeline's prefix, A's answer and B's answer.
+        prompt, tokens: tokens of each of the stranger's prompts and answers.
+        tps: tokens per second of an upstream agent.
+        at_once: number of upstream agents that write at the same time.
     """
 
     pipelines: int
     prefix: int
     upstream: int
     tokens: int
+    prompt: int = 32
+    answer: int = 32
+    tps: float = 50.0
+    at_once: int = 8
 
     @property
     def pool_tokens(self) -> int:
         """Return the tokens of KV that the pipelines and the stranger need."""
-        each = self.prefix + self.upstream + SUFFIX_TOKENS + _OUTPUT_TOKENS
-        return _AT_ONCE * each + _PROMPT_TOKENS + self.tokens
+        each = self.prefix + self.upstream + SUFFIX_TOKENS + self.answer
+        return self.at_once * each + self.prompt + self.tokens
 
     def make_pipelines(self, dice: random.Random, started: float) -> list[Pipeline]:
-        """Make the pipelines, of which the first starts at ``started``."""
-        spread = self.upstream / _TPS / _AT_ONCE
+        """Make the pipelines; the first starts at ``started``."""
+        spread = self.upstream / self.tps / self.at_once
         return [
             Pipeline(
                 prefix=random_ids(dice, self.prefix),
                 upstream=random_ids(dice, self.upstream),
                 suffix=random_ids(dice, SUFFIX_TOKENS),
-                tps=_TPS,
+                tps=self.tps,
                 started=started + number * spread,
             )
             for number in range(self.pipelines)
@@ -89,7 +82,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadRound:
-    """One round: the stranger's answers with their seconds, and the seconds of the pipelines."""
+    """One round: the stranger's answers, and the seconds of its answers and of the pipelines."""
 
     answers: Sequence[TimedAnswer]
     completions: Sequence[float]
@@ -98,15 +91,9 @@ class LoadRound:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The figures of one way, in seconds; over all rounds together.
+    """One way's figures, in seconds; over all rounds together.
 
-    Attributes:
-        gap, gap_p99, longest_gap: time between two tokens of the stranger.
-        completion, completion_p99: time from a request of the stranger to its last token.
-        completion_mean: the mean; a round has few answers, and not all meet as many pipelines.
-        answers: number of the stranger's answers.
-        pipeline, pipeline_p99: time from A's first token to B's last; ``None`` without pipelines.
-        of_stock: some of these figures over those of stock SGLang.
+    ``completion_mean`` matters, because a round has few answers, under different loads.
     """
 
     way: Annotated[str, Column("")]
@@ -128,8 +115,8 @@ async def _measure(report: Report) -> None:
     mixed = mixed_roles(options.stock_forwards)
     async with report.connect([*ROLES, *mixed.values()], load.pool_tokens + 4096) as engines:
         dice = random.Random(options.seed)
-        names = {STOCK: "stock", **{way: role.name for way, role in mixed.items()}}
-        stock = {way: (name, True, False) for way, name in names.items() if name in engines}
+        named = {STOCK: ROLES[0], **mixed}
+        stock = {way: (r.name, True, False) for way, r in named.items() if r.name in engines}
         ways = stock | _WAYS
 
         async def run(way: str) -> LoadRound:
@@ -143,10 +130,10 @@ async def _measure(report: Report) -> None:
     report.show(
         "A stranger beside pipelines, and the pipelines",
         figures,
-        "stock, unlinked, linked: under the same pipelines; alone: with none; stock mixed N: with "
-        "--enable-mixed-chunk --chunked-prefill-size N. gap: between two tokens of the stranger "
-        f"(goal for linked: p99 <= {GOAL_GAP}x); answer: from its request to its last token; "
-        f"pipeline: from A's first token to B's last (goal: p99 <= {GOAL_PIPELINE}x).",
+        "stock, unlinked, linked: under the same pipelines; alone: without them; stock mixed N: "
+        "with --enable-mixed-chunk --chunked-prefill-size N. gap: between two tokens of the "
+        "stranger (goal for linked: p99 <= 1.25x); answer: from its request to its last token; "
+        "pipeline: from A's first token to B's last (goal: p99 <= 1.1x).",
     )
     report.console.print(f"Streams gave way to requests {gave_way} times.\n")
     by_way = {each.way: each for each in figures}
@@ -156,20 +143,24 @@ async def _measure(report: Report) -> None:
 async def _play(
     engine: EngineClient, load: Load, dice: random.Random, *, busy: bool, linked: bool
 ) -> LoadRound:
-    """Play one round on an empty cache; ``busy`` with the pipelines, else the stranger alone."""
+    """Play one round on an empty cache: if ``busy`` with the pipelines, else the stranger alone."""
     await engine.flush_cache()
     answers: list[TimedAnswer] = []
     completions: list[float] = []
     is_over = False
 
     async def decode() -> None:
-        while not is_over and (busy or len(answers) < _ANSWERS_ALONE):
+        while not is_over and (busy or len(answers) < 3):
             asked = clock.now()
-            answers.append(await ask(engine, random_ids(dice, _PROMPT_TOKENS), load.tokens))
+            answers.append(await ask(engine, random_ids(dice, load.prompt), load.tokens))
             completions.append(answers[-1].last - asked)
 
+    async def run(pipeline: Pipeline) -> float:
+        await clock.sleep_until(pipeline.started)
+        answer = await ask_downstream(engine, pipeline, load.answer, linked=linked)
+        return answer.last - pipeline.started
+
     pipelines = load.make_pipelines(dice, clock.now()) if busy else []
-    run = partial(_run_pipeline, engine, linked=linked)
     seconds: list[float] = []
     async with anyio.create_task_group() as group:
         group.start_soon(decode)
@@ -177,13 +168,6 @@ async def _play(
             seconds = await run_concurrently(run, pipelines)
         is_over = busy
     return LoadRound(answers, completions, seconds)
-
-
-async def _run_pipeline(engine: EngineClient, pipeline: Pipeline, *, linked: bool) -> float:
-    """Return the seconds from the pipeline's start to B's last token."""
-    await clock.sleep_until(pipeline.started)
-    answer = await ask_downstream(engine, pipeline, _OUTPUT_TOKENS, linked=linked)
-    return answer.last - pipeline.started
 
 
 def summarise(rounds: Mapping[str, Sequence[LoadRound]]) -> list[Neighbours]:
@@ -228,11 +212,9 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--pipelines", positive, 32, "pipelines of a round"),
-        Option("--prefix", positive, 2000, "tokens known of each"),
-        Option("--upstream", positive, 100, "tokens of each upstream"),
-        Option("--tokens", positive, 128, "of a stranger's answer"),
-        stock_forwards(512),
-    ),
+    Option("--pipelines", positive, 32, "pipelines of a round"),
+    Option("--prefix", positive, 2000, "tokens known of each"),
+    Option("--upstream", positive, 100, "tokens of each upstream"),
+    Option("--tokens", positive, 128, "of a stranger's answer"),
+    stock_forwards(512),
 )

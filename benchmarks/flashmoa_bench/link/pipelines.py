@@ -1,7 +1,7 @@
-"""Play pipelines of two agents, A and B, of which A writes at a set pace (FlashAgents §6.1, §6.4).
+"""Play pipelines of two agents, A and B (FlashAgents §6.1, §6.4).
 
-A, the upstream agent, is a clock: its tokens become available at a fixed rate, whatever the machine
-does. So one engine suffices, and only B, the downstream agent, is measured.
+A, the upstream agent, is a clock: its tokens come at a fixed rate, whatever the machine does. So
+one engine is enough, and only B, the downstream agent, is measured.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines
 from flashmoa_bench.harness.modelled_gpus import read_devices, worst_overrun
 from flashmoa_bench.harness.report import progress_bar
-from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, ask_batch, random_ids
+from flashmoa_bench.harness.requests import TimedAnswer, ask, ask_batch, feeding, random_ids
 from flashmoa_bench.harness.rounds import run_concurrently
 
 PipelineWay = Literal["sequential", "batch", "linked"]
 SUFFIX_TOKENS = 10
-# In seconds; longer than a decode step of any model and GPU here.
-LONGEST_STEP = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +33,8 @@ class Workload:
     """*TPS/Prefix/Upstream* of Figure 6 at one concurrency.
 
     Attributes:
-        tps: tokens per second of each upstream agent.
-        prefix: number of tokens known beforehand, which the pipelines of a round share.
-        upstream: number of tokens that each upstream agent writes; no two agents write the same.
-        concurrency: number of pipelines at once.
+        prefix: known tokens, which the pipelines of a round share.
+        upstream: tokens that each upstream agent writes; nothing is shared.
     """
 
     tps: float
@@ -47,28 +43,28 @@ class Workload:
     concurrency: int
 
     def __str__(self) -> str:
-        """Return *TPS/Prefix/Upstream*, as Figure 6 labels its workloads, and the concurrency."""
+        """Return *TPS/Prefix/Upstream*, as Figure 6 has it, and the concurrency."""
         return f"{self.tps:g}/{self.prefix}/{self.upstream} C={self.concurrency}"
 
     @property
     def decode_seconds(self) -> float:
-        """Return T_decode of A, the time from its first token to its last."""
+        """Return the time from A's first token to its last (T_decode)."""
         return (self.upstream - 1) / self.tps
 
     @property
     def unique_tokens(self) -> int:
-        """Return the number of prompt tokens of a round, each shared one counted once."""
+        """Return a round's number of prompt tokens, each shared token counted once."""
         return self.prefix + self.concurrency * (self.upstream + SUFFIX_TOKENS)
 
     @property
     def pool_tokens(self) -> int:
-        """Return the tokens of KV that a round can need: nothing shared, and some for decoding."""
+        """Return the largest number of KV tokens that a round needs if nothing is shared."""
         return 4096 + self.concurrency * (self.prefix + self.upstream + SUFFIX_TOKENS + 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Holds the token ids of one pipeline; ``started`` is in seconds of the benchmark's clock."""
+    """A pipeline's token ids; ``started`` is in seconds of the benchmark's clock."""
 
     prefix: list[int]
     upstream: list[int]
@@ -85,7 +81,7 @@ class Pipeline:
         return self.started + (len(self.upstream) - 1) / self.tps
 
     def written(self) -> Sequence[int]:
-        """Return what A has written by now; it has its first token from the start."""
+        """Return the tokens that A has written by now; the first token is there from the start."""
         count = int((clock.now() - self.started) * self.tps) + 1
         return self.upstream[:count]
 
@@ -98,8 +94,8 @@ class PipelineRound:
         seconds: T of Eq. 6, from A's first token to B's first; mean over pipelines.
         late_tokens: prompt tokens left to compute when B's request came; mean over pipelines.
         computed_tokens: prompt tokens that the engine computed for all pipelines.
-        floor: seconds to B's first token if everything before A's last token is cached. No
-            overlap can hide this time.
+        floor: seconds to B's first token if everything before A's last token is cached; no overlap
+            can hide this time.
     """
 
     seconds: float
@@ -114,8 +110,8 @@ async def play(
     """Play one round on an empty cache, with fresh tokens.
 
     Args:
-        way: *sequential* sends B's request when A has written its last token; *batch* sends the
-            requests of all pipelines as one; *linked* feeds A's tokens into B's prompt stream.
+        way: *sequential* sends B's request after A's last token; *batch* sends all pipelines'
+            requests as one; *linked* feeds A's tokens into B's prompt stream.
     """
     await engine.flush_cache()
     prefix = random_ids(dice, workload.prefix)
@@ -142,17 +138,14 @@ async def play(
 async def ask_downstream(
     engine: EngineClient, pipeline: Pipeline, tokens: int, *, linked: bool
 ) -> TimedAnswer:
-    """Return B's answer, which is asked for when A has written its last token.
+    """Ask for B's answer after A's last token.
 
     Args:
         linked: whether A's tokens are fed into B's prompt stream as they come (Algorithm 1).
     """
-    if not linked:
+    async with feeding(engine, pipeline.prefix, pipeline.written, is_linked=linked) as claim:
         await clock.sleep_until(pipeline.end)
-        return await ask(engine, pipeline.prompt, tokens)
-    async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
-        await clock.sleep_until(pipeline.end)
-        return await ask(engine, pipeline.prompt, tokens, feeder.claim())
+        return await ask(engine, pipeline.prompt, tokens, claim())
 
 
 async def _measure_floor(
@@ -160,11 +153,12 @@ async def _measure_floor(
 ) -> float:
     """Measure the shortest time to the first token that any overlap could reach, in seconds.
 
-    All prompts are sent again at once, with a different last upstream token and suffix, so that
-    only these tokens are not cached.
+    All prompts are sent again at once with a new last upstream token and suffix, so that only these
+    tokens are not cached.
     """
-    # The overlap schedule may have begun another step for the answers before.
-    await clock.sleep(LONGEST_STEP)
+    # The overlap schedule may have begun another step for the earlier answers. No decode step here
+    # takes this long.
+    await clock.sleep(0.1)
 
     async def run(pipeline: Pipeline) -> float:
         known = len(pipeline.prompt) - 1 - SUFFIX_TOKENS
@@ -175,14 +169,9 @@ async def _measure_floor(
     return mean(await run_concurrently(run, pipelines))
 
 
-# The engine's role and how its pipelines are played, by the name of the table's column.
+# The engine's role and the pipelines' way, by the name of the table's column.
 Ways = Mapping[str, tuple[str, PipelineWay]]
 Rounds = dict[str, list[PipelineRound]]
-# When every way's rounds, this many at least, agree within this share, no more are played.
-_LEAST_REPEATS, _AGREE = 3, 0.005
-# Ways that are played side by side begin this many seconds after each other, so that the moments
-# that matter do not coincide.
-_APART_SECONDS = 0.3
 
 
 async def play_grid(
@@ -195,11 +184,10 @@ async def play_grid(
 ) -> AsyncGenerator[tuple[Workload, Rounds, float]]:
     """Play each workload in every way, at most ``repeats`` times, after a warm-up.
 
-    On a CPU the ways take turns. Engines on modelled GPUs have a GPU each and mostly sleep, so
-    there the ways run side by side.
+    On a CPU the ways take turns. Engines on modelled GPUs mostly sleep, so there the ways run side
+    by side.
 
-    Yields: each workload with its rounds by way, and the share of a GPU's time by which forwards
-        were computed too late, the largest of all engines.
+    Yields: each workload, its rounds by way, and the largest overrun as a share of a GPU's time.
     """
     used = {role: engines[role] for role, _way in ways.values()}
     side_by_side = len(await read_devices(used)) == len(used)
@@ -230,9 +218,9 @@ async def play_cell(
     *,
     side_by_side: bool,
 ) -> Rounds:
-    """Play all ways, round after round, until their rounds agree or there are ``repeats``.
+    """Play all ways, round after round, until the rounds of every way agree, or ``repeats`` times.
 
-    Each round begins with another way.
+    At least three rounds are played. Each begins with another way.
     """
     rounds: Rounds = {way: [] for way in ways}
 
@@ -246,15 +234,16 @@ async def play_cell(
         if side_by_side:
             async with anyio.create_task_group() as group:
                 for place, way in enumerate(order):
-                    group.start_soon(play_way, way, place * _APART_SECONDS)
+                    # Ways begin 0.3 seconds apart, so that their measured moments do not coincide.
+                    group.start_soon(play_way, way, place * 0.3)
         else:
             for way in order:
                 await play_way(way, 0)
-        if number + 1 >= _LEAST_REPEATS and all(map(_agree, rounds.values())):
+        if number >= 2 and all(map(_agree, rounds.values())):
             break
     return rounds
 
 
 def _agree(rounds: Sequence[PipelineRound]) -> bool:
     seconds = [each.seconds for each in rounds]
-    return max(seconds) - min(seconds) <= _AGREE * median(seconds)
+    return max(seconds) - min(seconds) <= 0.005 * median(seconds)

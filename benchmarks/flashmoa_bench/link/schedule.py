@@ -1,9 +1,8 @@
 """Measure streaming and shortest-job-first together (FlashAgents §6.6, Figure 9).
 
-Workflows of three agents, whose lengths are known, run on one engine. The engine runs few requests
-at a time, so that a queue forms. Workflow latency is measured with stock SGLang in order of arrival
-(FCFS), with FlashMoA's shortest-job-first, with its links and with both, and compared with FCFS;
-and with stock SGLang in this order with mixed chunks of other sizes, which may be faster.
+Workflows of three agents with known lengths run on one engine, which runs few requests at a time,
+so that a queue forms. Workflow latency is measured with stock SGLang in order of arrival (FCFS),
+also with mixed chunks of other sizes, and with FlashMoA's shortest-job-first, its links and both.
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ from flashmoa_bench.harness.command_line import (
     positive,
     stock_forwards,
 )
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
-from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
+from flashmoa_bench.harness.requests import TimedAnswer, ask, feeding, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
-
-_TASK_TOKENS = 32
-_SUFFIX_TOKENS = 10
+from flashmoa_bench.link.pipelines import SUFFIX_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class AgentProfile:
-    """The number of tokens of an agent's fixed prefix and of its output."""
+    """The tokens of an agent's fixed prefix and of its output."""
 
     prefix: int
     output: int
@@ -45,7 +42,7 @@ class AgentProfile:
 
 WorkflowKind = tuple[AgentProfile, ...]
 Kinds = Sequence[WorkflowKind]
-# The kinds differ in length, so that there is a shortest job to put first.
+# The kinds differ in length, so that one job is the shortest.
 KINDS: tuple[WorkflowKind, ...] = (
     (AgentProfile(96, 16), AgentProfile(192, 8), AgentProfile(128, 16)),
     (AgentProfile(256, 32), AgentProfile(384, 16), AgentProfile(512, 24)),
@@ -66,7 +63,7 @@ WorkflowCalls = tuple[AgentCall, ...]
 
 
 def scale_kinds(factor: int) -> Kinds:
-    """Return the kinds of workflows with all lengths times ``factor``."""
+    """Multiply all lengths of the workflows by ``factor``."""
     return [
         tuple(AgentProfile(factor * agent.prefix, factor * agent.output) for agent in kind)
         for kind in KINDS
@@ -76,7 +73,7 @@ def scale_kinds(factor: int) -> Kinds:
 def make_batches(
     count: int, dice: random.Random, kinds: Kinds = KINDS, *, shared: bool
 ) -> list[list[WorkflowCalls]]:
-    """Make batches of ``count`` workflows; as many batches as it takes for every kind to occur."""
+    """Make batches of ``count`` workflows each, and enough batches for all kinds."""
     batch_count = max(1, -(-len(kinds) // count))
     workflows = make_workflows(count * batch_count, dice, kinds, shared=shared)
     return [workflows[i : i + count] for i in range(0, len(workflows), count)]
@@ -85,19 +82,19 @@ def make_batches(
 def make_workflows(
     count: int, dice: random.Random, kinds: Kinds = KINDS, *, shared: bool
 ) -> list[WorkflowCalls]:
-    """Make ``count`` workflows with fresh tokens, the kinds in turn.
+    """Make ``count`` workflows with fresh tokens, of the kinds in turn.
 
     Args:
-        shared: whether workflows of a kind have the same prefixes, as agents of one role do.
+        shared: whether workflows of a kind share their agents' prefixes.
     """
     prefixes_of_kinds = [_make_prefixes(kind, dice) for kind in kinds]
     workflows: list[WorkflowCalls] = []
     for number in range(count):
         kind = kinds[number % len(kinds)]
         prefixes = prefixes_of_kinds[number % len(kinds)] if shared else _make_prefixes(kind, dice)
-        task = random_ids(dice, _TASK_TOKENS)
+        task = random_ids(dice, 32)
         calls = [
-            AgentCall(prefix, random_ids(dice, _SUFFIX_TOKENS), agent.output)
+            AgentCall(prefix, random_ids(dice, SUFFIX_TOKENS), agent.output)
             for prefix, agent in zip(prefixes, kind, strict=True)
         ]
         first = AgentCall([*calls[0].prefix, *task], calls[0].suffix, calls[0].output)
@@ -110,7 +107,7 @@ def _make_prefixes(kind: WorkflowKind, dice: random.Random) -> list[list[int]]:
 
 
 def pool_tokens(count: int, kinds: Kinds) -> int:
-    """Return the most tokens of KV that ``count`` workflows at once can need."""
+    """Return the largest number of KV tokens that ``count`` workflows at once need."""
     most = max(sum(agent.prefix + 2 * agent.output + 64 for agent in kind) for kind in kinds)
     return 4096 + count * most
 
@@ -118,45 +115,34 @@ def pool_tokens(count: int, kinds: Kinds) -> int:
 async def play(
     engine: EngineClient, batch: Sequence[WorkflowCalls], *, linked: bool
 ) -> list[float]:
-    """Play all workflows at once on an empty cache.
-
-    Returns: the seconds from the start to each workflow's last token.
-    """
+    """Play all workflows at once on an empty cache; return each one's seconds to its last token."""
     await engine.flush_cache()
     started = clock.now()
 
     async def run(workflow: WorkflowCalls) -> float:
-        await (_run_linked if linked else _run_sequentially)(engine, workflow)
+        await _run(engine, workflow, linked)
         return clock.now() - started
 
     return await run_concurrently(run, batch)
 
 
-async def _run_sequentially(engine: EngineClient, workflow: WorkflowCalls) -> None:
-    before = TimedAnswer()
-    for call in workflow:
-        before = await ask(engine, [*call.prefix, *before.ids, *call.suffix], call.output)
-
-
-async def _run_linked(engine: EngineClient, workflow: WorkflowCalls) -> None:
-    """Open the later agents' streams at the start, and feed them what is being written."""
-    answers = [TimedAnswer() for _ in workflow]
+async def _run(engine: EngineClient, workflow: WorkflowCalls, linked: bool) -> None:
+    """Run a workflow. If it is linked, the later agents' streams open at the start."""
+    before, answers = TimedAnswer(), [TimedAnswer() for _ in workflow]
     async with AsyncExitStack() as stack:
-        feeders: list[Feeder | None] = [None]
-        for before, call in zip(answers, workflow[1:], strict=False):
-            source = _make_source(before)
-            feeder = Feeder(engine, call.prefix, source, expected_output_tokens=call.output)
-            feeders.append(await stack.enter_async_context(feeder))
-        before = TimedAnswer()
-        for call, answer, feeder in zip(workflow, answers, feeders, strict=True):
+        claims: list[Callable[[], str | None]] = [lambda: None]
+        for answer, call in zip(answers, workflow[1:], strict=False):
+            stream = feeding(
+                engine,
+                call.prefix,
+                lambda answer=answer: answer.ids,
+                expected_output_tokens=call.output,
+                is_linked=linked,
+            )
+            claims.append(await stack.enter_async_context(stream))
+        for call, answer, claim in zip(workflow, answers, claims, strict=True):
             prompt = [*call.prefix, *before.ids, *call.suffix]
-            stream = feeder.claim() if feeder is not None else None
-            await ask(engine, prompt, call.output, stream, answer)
-            before = answer
-
-
-def _make_source(answer: TimedAnswer) -> Callable[[], Sequence[int]]:
-    return lambda: answer.ids
+            before = await ask(engine, prompt, call.output, claim(), answer)
 
 
 ROLES = (
@@ -165,15 +151,15 @@ ROLES = (
     Role("sjf", plugin=True, arguments=("--flashmoa-schedule", "sjf")),
 )
 FCFS = "fcfs"
-# The engine's role and whether the agents are linked, by way.
+# The engine's role, and whether the agents are linked, by way.
 _WAYS = {
     FCFS: ("stock", False),
     "sjf": ("sjf", False),
     "linked": ("flashmoa", True),
     "linked + sjf": ("sjf", True),
 }
-# Latency over that of FCFS in Figure 9, by concurrency. For the first two ways, the paper's text
-# gives one figure for both concurrencies.
+# Latency over FCFS's in Figure 9, by concurrency. The paper's text gives one figure of the first
+# two ways for both concurrencies.
 PAPER = {
     "sjf": {1: "0.65-0.70", 10: "0.65-0.70"},
     "linked": {1: "0.57", 10: "0.57"},
@@ -188,8 +174,7 @@ class ScheduleRow:
     Attributes:
         mean: median over rounds of the mean over workflows.
         p95: 95th percentile of the workflows of all rounds.
-        mean_of_fcfs, p95_of_fcfs: ``mean`` and ``p95`` over those of stock FCFS at this
-            concurrency.
+        mean_of_fcfs, p95_of_fcfs: over stock FCFS's at this concurrency.
     """
 
     concurrency: Annotated[int, Column("C")]
@@ -211,11 +196,27 @@ async def _measure(report: Report) -> None:
     roles = [
         replace(role, arguments=(*role.arguments, *limit)) for role in (*ROLES, *mixed.values())
     ]
-    kinds = scale_kinds(options.lengths)
-    async with report.connect(roles, pool_tokens(max(options.concurrency), kinds)) as engines:
+    kinds, counts = scale_kinds(options.lengths), options.concurrency
+    dice, shared = random.Random(options.seed), options.prefixes == "shared"
+    rows: list[ScheduleRow] = []
+    async with report.connect(roles, pool_tokens(max(counts), kinds)) as engines:
         stock = {way: (role.name, False) for way, role in mixed.items() if role.name in engines}
-        rounds = await _play_all(engines, kinds, stock | _WAYS, report)
-    rows = [row for count, by_way in rounds.items() for row in summarise(count, by_way)]
+        ways = stock | _WAYS
+
+        async def run(way: str, count: int) -> list[float]:
+            role, linked = ways[way]
+            seconds: list[float] = []
+            for batch in make_batches(count, dice, kinds, shared=shared):
+                seconds += await play(engines[role], batch, linked=linked)
+            return seconds
+
+        with RoundPlayer(report.console, options.repeats, len(counts) * len(ways)) as player:
+            for way in ways:
+                await run(way, max(counts))
+            for count in counts:
+                play_count, label = partial(run, count=count), f"C={count}"
+                rounds = await player.play(list(ways), play_count, label, warm_up=False)
+                rows += summarise(count, rounds)
     report.show(
         "Workflow latency, seconds and of stock FCFS",
         rows,
@@ -224,33 +225,8 @@ async def _measure(report: Report) -> None:
     report.save({"rows": rows, "kinds": kinds})
 
 
-async def _play_all(
-    engines: Engines, kinds: Kinds, ways: Mapping[str, tuple[str, bool]], report: Report
-) -> dict[int, dict[str, list[list[float]]]]:
-    """Return workflow latencies in seconds, by concurrency, way and round."""
-    dice, shared = random.Random(report.options.seed), report.options.prefixes == "shared"
-
-    async def run(way: str, count: int) -> list[float]:
-        role, linked = ways[way]
-        seconds: list[float] = []
-        for batch in make_batches(count, dice, kinds, shared=shared):
-            seconds += await play(engines[role], batch, linked=linked)
-        return seconds
-
-    counts: list[int] = report.options.concurrency
-    with RoundPlayer(report.console, report.options.repeats, len(counts) * len(ways)) as player:
-        for way in ways:
-            await run(way, max(counts))
-        return {
-            count: await player.play(
-                list(ways), partial(run, count=count), f"C={count}", warm_up=False
-            )
-            for count in counts
-        }
-
-
 def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> list[ScheduleRow]:
-    """Summarise ``rounds``: each round's workflow latencies by way, ``fcfs`` among them."""
+    """Summarise each round's workflow latencies, by way; ``fcfs`` is one way."""
     means = {way: median(mean(each) for each in group) for way, group in rounds.items()}
     tails = {
         way: percentile(list(chain.from_iterable(group)), 0.95) for way, group in rounds.items()
@@ -273,17 +249,15 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--concurrency", positive, [1, 10], "workflows at once"),
-        Option("--max-running-requests", positive, 4, "limit of engines started here"),
-        Option(
-            "--prefixes",
-            str,
-            "shared",
-            "whether workflows of a kind share their agents' fixed prefixes",
-            choices=("shared", "own"),
-        ),
-        Option("--lengths", positive, 1, "factor; with 5, prompts are as long as the paper's"),
-        stock_forwards(256, 1024),
+    Option("--concurrency", positive, [1, 10], "workflows at once"),
+    Option("--max-running-requests", positive, 4, "limit of engines started here"),
+    Option(
+        "--prefixes",
+        str,
+        "shared",
+        "whether workflows of a kind share their agents' fixed prefixes",
+        choices=("shared", "own"),
     ),
+    Option("--lengths", positive, 1, "factor; with 5, prompts are as long as the paper's"),
+    stock_forwards(256, 1024),
 )

@@ -1,15 +1,14 @@
-"""Measure what links gain on engines without the plugin, and what the plugin adds.
+"""Measure the gain of links on engines without the plugin, and the plugin's additional gain.
 
-A chain of two agents: B's prompt is a text that is known beforehand, and what A writes. The time
-from A's last token to B's first is measured unlinked and linked on stock engines, and linked on
-an engine with the plugin; with an engine for each agent, and with one engine for both, where what
-is prefilled ahead takes time from A.
+In a chain of two agents, B's prompt is a known text and A's answer. The time from A's last token to
+B's first is measured unlinked and linked on stock engines, and linked with the plugin: with an
+engine for each agent, and with one engine for both, where prefilling ahead slows A down.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
@@ -26,28 +25,18 @@ from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import RoundPlayer
 
 Way = Literal["unlinked", "linked", "plugin"]
-# On stock SGLang unlinked and linked, which prefills in a few steps; linked with the plugin.
 WAYS: tuple[Way, ...] = get_args(Way)
 ROLES = (
     Role("writer", plugin=False, core=0),
     Role("stock", plugin=False, arguments=("--enable-cache-report",), core=1),
     Role("flashmoa", plugin=True, arguments=("--enable-cache-report",), core=1),
 )
-_READ_TOKENS = 8
 _WORDS = ("river", "temple", "trail", "valley", "market", "bridge", "garden", "harbour")
 
 
 @dataclass(frozen=True, slots=True)
 class ChainRound:
-    """One chain of two agents.
-
-    Attributes:
-        handoff: seconds from A's last token to B's first.
-        whole: seconds from A's request to B's first token.
-        cached, prompt: numbers of B's prompt tokens that were cached, and of all.
-        steps: how often the link has sent something.
-        text: what both agents wrote.
-    """
+    """One chain of two agents: its times in seconds, B's prompt, the link's steps and the texts."""
 
     handoff: float
     whole: float
@@ -59,7 +48,7 @@ class ChainRound:
 
 @dataclass(frozen=True, slots=True)
 class ChainFigures:
-    """The medians of one way; ``engines`` is 1 if both agents run on one engine."""
+    """One way's medians; with one engine, both agents run on it."""
 
     engines: Annotated[int, Column("engines")]
     way: Annotated[Way, Column("way")]
@@ -72,46 +61,36 @@ class ChainFigures:
 
 
 async def _measure(report: Report) -> None:
-    options = report.options
-    pool = 8192 + 4 * (options.known + options.written)
-    async with report.connect(ROLES, pool) as engines:
-        rows = await _play_all(engines.clients, report)
+    options, dice = report.options, random.Random(report.options.seed)
+    rows: list[ChainFigures] = []
+    async with report.connect(ROLES, 8192 + 4 * (options.known + options.written)) as engines:
+        stock = engines["stock"]
+        task = " ".join(dice.choices(_WORDS, k=10))
+        words = dice.choices(_WORDS, k=options.known)
+        (whole,) = await stock.tokenize([" ".join(words)])
+        known = " ".join(words[: options.known * options.known // len(whole)])
+        async with EngineClient(
+            stock.url, engine_settings=EngineSettings(without_plugin="off")
+        ) as off:
+            readers = {"unlinked": off, "linked": stock, "plugin": engines["flashmoa"]}
+            with RoundPlayer(report.console, options.repeats, 2 * len(WAYS)) as player:
+                for number in (2, 1):
+
+                    async def run(way: Way, number: int = number) -> ChainRound:
+                        reader = readers[way]
+                        writer = engines["writer"] if number == 2 else reader
+                        return await _play(writer, reader, task, known, options.written)
+
+                    rounds = await player.play(WAYS, run, f"{number} engines:")
+                    base = median(one.handoff for one in rounds["unlinked"])
+                    rows += [_summarise(way, number, rounds[way], base) for way in WAYS]
     report.show(
         "From A's last token to B's first",
         rows,
-        "unlinked/: the unlinked time over this one. cached: tokens of B's prompt that its request "
-        "found computed, of all. sent: how often the link sent more of the prompt.",
+        "unlinked/: the unlinked time over this time. cached: tokens of B's prompt that were "
+        "cached when its request came, of all. sent: how often the link sent more of the prompt.",
     )
     report.save({"rows": rows})
-
-
-async def _play_all(engines: Mapping[str, EngineClient], report: Report) -> list[ChainFigures]:
-    options, dice = report.options, random.Random(report.options.seed)
-    task = " ".join(dice.choices(_WORDS, k=10))
-    known = await _make_text(engines["stock"], options.known, dice)
-    rows: list[ChainFigures] = []
-    async with EngineClient(
-        engines["stock"].url, engine_settings=EngineSettings(without_plugin="off")
-    ) as off:
-        readers = {"unlinked": off, "linked": engines["stock"], "plugin": engines["flashmoa"]}
-        with RoundPlayer(report.console, options.repeats, 2 * len(WAYS)) as player:
-            for number in (2, 1):
-
-                async def run(way: Way, number: int = number) -> ChainRound:
-                    reader = readers[way]
-                    writer = engines["writer"] if number == 2 else reader
-                    return await _play(writer, reader, task, known, options.written)
-
-                rounds = await player.play(WAYS, run, f"{number} engines:")
-                base = median(one.handoff for one in rounds["unlinked"])
-                rows += [_summarise(way, number, rounds[way], base) for way in WAYS]
-    return rows
-
-
-async def _make_text(engine: EngineClient, tokens: int, dice: random.Random) -> str:
-    words = dice.choices(_WORDS, k=tokens)
-    (whole,) = await engine.tokenize([" ".join(words)])
-    return " ".join(words[: tokens * tokens // len(whole)])
 
 
 async def _play(
@@ -126,7 +105,7 @@ async def _play(
         ask = [{"role": "user", "content": task}]
         plan = flow.ask(ask, name="A", max_tokens=written, **sampling)
         read = [{"role": "user", "content": f"{known}\n{plan}\nShorten this."}]
-        short = flow.ask(read, engine=reader, name="B", max_tokens=_READ_TOKENS, **sampling)
+        short = flow.ask(read, engine=reader, name="B", max_tokens=8, **sampling)
         text = await plan + await short
     a, b = calls(events)
     if a.finished is None or b.first_token is None or short.usage is None:
@@ -162,8 +141,6 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--known", positive, 1500, "tokens of B's known text"),
-        Option("--written", positive, 300, "tokens that A writes"),
-    ),
+    Option("--known", positive, 1500, "tokens of B's known text"),
+    Option("--written", positive, 300, "tokens that A writes"),
 )

@@ -1,8 +1,9 @@
 r"""Measure how accurate mixtures and staircases of real models are, beside each model alone.
 
 The questions are GSM8K's (``test.jsonl`` of github.com/openai/grade-school-math). Nothing is
-downloaded; give the file. An answer is right if its number is: the one in the last ``\boxed{}``,
-otherwise after the last "####" or "answer is", otherwise the last one. Nothing is timed.
+downloaded; give the file. An answer is right if its number is right: the number in the last
+``\boxed{}``, otherwise after the last "####" or "answer is", otherwise the last number. Nothing is
+timed.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.moa.latency import LatencyWay, make_ways
 from flashmoa_bench.recorded import SIZES
 
-_LARGE = SIZES[-1]
+*_, _LARGE = SIZES
 _STAIRCASE = "staircase"
-# Overlap and deciding do not change a text.
+# Overlap and decisions without exits change no text.
 _MIXTURES = {
     way.name: way
     for way in (
@@ -62,7 +63,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?[0-9][0-9,]{0,30}(?:\.[0-9]{1,30})?")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A line's question with the form that its answer should have, and the right number."""
+    """A line's question with the wanted form of its answer, and the right number."""
 
     number: int
     text: str
@@ -71,12 +72,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class WayRow:
-    """The figures of one way, as shares of the questions.
+    """One way's figures, as shares of the questions.
 
     Attributes:
         error: standard error of ``accuracy``.
-        gain: by how much it is more accurate than the large model, on the same questions; ``None``
-            if that was not asked.
+        gain: accuracy less the large model's on the same questions; ``None`` if that was not asked.
         gain_error: standard error of the differences.
         failed: number of questions without an answer, which count as wrong.
     """
@@ -102,11 +102,10 @@ async def _measure(report: Report) -> None:
     random.Random(options.seed).shuffle(questions)
     questions = questions[: options.questions]
     folders: Sequence[Path | None] = options.model or [None] * len(SIZES)
-    # The pool has room for all agents of several questions.
     roles = [replace(role, model=folder) for role, folder in zip(ROLES, folders, strict=False)]
     async with (
-        report.connect(roles, 60_000) as engines,
-        # Without its URL it is never asked.
+        report.connect(roles, 60_000) as engines,  # Room for all agents of several questions.
+        # Without --embedding-url, nothing asks this client.
         EngineClient(options.embedding_url or "http://localhost") as embedding,
     ):
         texts: dict[str, list[str | None]] = {}
@@ -129,10 +128,10 @@ async def _ask(
     options: argparse.Namespace,
     question: Question,
 ) -> str | None:
-    """Return the answer in one way; ``None`` if a mixture has none."""
+    """Return the answer in one way; ``None`` if a mixture fails."""
 
     def model(size: str, temperature: float = options.temperature) -> Model:
-        # A size without an engine has that of the next smaller one.
+        # A size without an engine takes the next smaller size's engine.
         smaller = SIZES[: SIZES.index(size) + 1]
         engine = engines[next(each for each in reversed(smaller) if each in engines)]
         sampling = {"max_tokens": options.tokens, "temperature": temperature}
@@ -182,7 +181,7 @@ def read(file: Path) -> list[Question]:
 
 
 def find_number(answer: str) -> Fraction | None:
-    """Return the number that an answer gives as its result; ``None`` if it gives none."""
+    """Return the result of an answer; ``None`` without a number."""
     marked = _MARKS.split(answer.rpartition("</think>")[2])
     numbers = _NUMBER.findall(marked[-1])
     if not numbers:
@@ -225,17 +224,15 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("file", Path, about="GSM8K's test.jsonl"),
-        Option("--questions", positive, 100, "the most questions"),
-        Option("--ways", str, list(WAYS), "by default all", choices=WAYS),
-        Option("--model", Path, None, "up to three, from small to large, to start here", count="+"),
-        *(Option(f"--{size}-model", str, "default", "name at its engine") for size in SIZES),
-        Option("--embedding-url", str, None, f"engine with an embedding model, for {_NEEDING}"),
-        Option("--tokens", positive, 1024, "most that an agent writes"),
-        Option("--temperature", float, 0.8, "for all agents but the last (0)"),
-        Option("--concurrency", positive, 8, "questions at once"),
-    ),
+    Option("file", Path, about="GSM8K's test.jsonl"),
+    Option("--questions", positive, 100, "the most questions"),
+    Option("--ways", str, list(WAYS), "by default all", choices=WAYS),
+    Option("--model", Path, None, "up to three, from small to large, to start here", count="+"),
+    *(Option(f"--{size}-model", str, "default", "name at its engine") for size in SIZES),
+    Option("--embedding-url", str, None, f"engine with an embedding model, for {_NEEDING}"),
+    Option("--tokens", positive, 1024, "most that an agent writes"),
+    Option("--temperature", float, 0.8, "for all agents but the last (0)"),
+    Option("--concurrency", positive, 8, "questions at once"),
     check=_check,
     repeats=False,
 )

@@ -1,8 +1,8 @@
-"""Measure how fast a Mixture-of-Agents of three models answers, part by part (Faster-MoA §5).
+"""Measure the time of a Mixture-of-Agents of three models, part by part (Faster-MoA §5).
 
-Meant for modelled GPUs, whose answers mean nothing: lengths and similarities are those of recorded
-answers of real models (flashmoa_bench/recorded), and confidences are drawn. As in the paper, one
-question is asked at a time.
+Made for modelled GPUs, whose answers mean nothing. Lengths and similarities are recorded answers'
+of real models (flashmoa_bench/recorded), and confidences are drawn. As in the paper, one question
+is asked at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -39,8 +39,8 @@ from flashmoa_bench.moa.rig import (
 )
 from flashmoa_bench.recorded import SIZES, load_recorded, spread
 
-# The way that others are compared with. The papers' figures (Faster-MoA, arXiv 2512.18126, §5.3)
-# are over it, too: reductions of at most some 62, 76 and 90 %, on six H200.
+# The way to compare with. The paper's figures (Faster-MoA, arXiv 2512.18126, §5.3), on six H200,
+# are also over it: reductions of at most 62, 76 and 90 %.
 BASE = "all-to-all"
 Exit = Literal["", "undecided", "ours", "published"]
 
@@ -50,10 +50,9 @@ class LatencyWay:
     """A way to answer.
 
     Attributes:
-        sizes: size of each agent's model, by layer.
-        plugin: whether it runs on the engines with the plugin, and prompts overlap.
+        plugin: whether it runs on engines with the plugin, and prompts overlap.
         early_exit: its rule; ``undecided`` decides and never leaves.
-        paper: Faster-MoA's latency over all-to-all's; ``None`` if the paper does not have it.
+        paper: Faster-MoA's latency over all-to-all's; ``None`` if the paper has none.
     """
 
     name: str
@@ -64,10 +63,10 @@ class LatencyWay:
     paper: float | None = None
 
     def policy(self, policy: EarlyExit) -> EarlyExit | None:
-        """Return this way's policy, given that of the command line; ``None`` for none."""
+        """Return this way's policy, given the command line's; ``None`` without early exit."""
         if self.early_exit == "published":
             return EarlyExit.as_published(policy.embedder, policy.seed)
-        if self.early_exit == "undecided":  # Q stays below 1, so that this never leaves.
+        if self.early_exit == "undecided":  # Q stays below 1, so this never leaves.
             return replace(policy, rule="threshold", threshold=1.0)
         return policy if self.early_exit else None
 
@@ -83,11 +82,7 @@ class LatencyWay:
 
 
 def make_ways(second: str = "mixed") -> list[LatencyWay]:
-    """Return the ways that can be measured.
-
-    Args:
-        second: models of the second layer: ``mixed`` for all sizes in turn, or one size.
-    """
+    """Return the ways; ``second`` is the second layer's size of models, or ``mixed`` for all."""
     root = SIZES[-1]
     dense = (_in_turn("mixed", 9), _in_turn(second, 9), [root])
     tree = (_in_turn("mixed", 9), _in_turn(second, 3), [root])
@@ -97,14 +92,7 @@ def make_ways(second: str = "mixed") -> list[LatencyWay]:
         LatencyWay("tree + overlap", "9-3-1", tree, plugin=True, paper=0.24),
         LatencyWay("undecided", "9-3-1", tree, plugin=True, early_exit="undecided"),
         LatencyWay("full", "9-3-1", tree, plugin=True, early_exit="ours"),
-        LatencyWay(
-            "as published",
-            "9-3-1",
-            tree,
-            plugin=True,
-            early_exit="published",
-            paper=0.10,
-        ),
+        LatencyWay("as published", "9-3-1", tree, plugin=True, early_exit="published", paper=0.1),
     ]
 
 
@@ -114,17 +102,16 @@ def _in_turn(sizes: str, count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LatencyAnswer:
-    """What one question took in one way; times in seconds of the modelled GPUs.
+    """One question's figures in one way; times in seconds of the modelled GPUs.
 
     Attributes:
-        question: the question's number in its set.
-        least: what the agents on the critical path decode; no linking can be faster.
-        second: mean time of the second layer's agents, from the end of what they read to their own.
-        written: tokens of all answers, estimated for agents that were cancelled.
-        asked, left: number of agents that were asked and of those left out, by layer and size.
-        decisions: answers that were complete, Q, whether the others were left out, and seconds.
-        deciding: time by which decisions delayed the answer; ``None`` without early exit.
-        overrun: largest share of a GPU's time by which forwards were computed too late.
+        least: decode time of the critical path; no linking can be faster.
+        second: mean time of the second layer's agents, from the end of their inputs to their end.
+        written: tokens of all answers, estimated for cancelled agents.
+        asked, left: number of agents that were asked, and left out, by layer and size.
+        decisions: complete answers, Q, whether the other agents were left out, and seconds.
+        deciding: delay of the answer by decisions; ``None`` without early exit.
+        overrun: delay of forwards over a GPU's time, the largest of all engines.
     """
 
     way: str
@@ -146,9 +133,8 @@ class Asker:
     """Asks questions on a rig.
 
     Attributes:
-        early_exit: the command line's policy; each question has an embedder and a seed of its own.
-        embedding: seconds that the embedding model takes for so many tokens.
-        seed: of the questions' texts.
+        early_exit: the command line's policy, without embedder and seed.
+        embedding: seconds of the embedding model for an answer, by the answer's tokens.
     """
 
     rig: Rig
@@ -192,7 +178,7 @@ class Asker:
 def _describe(
     way: LatencyWay, script: QuestionScript, result: Result, began: float, ended: float
 ) -> dict[str, Any]:
-    """Return the fields of an answer that its result has."""
+    """Return the fields of an answer that come from its result."""
     sizes = {
         (agent.layer, agent.place): f"{agent.layer + 1} {way.sizes[agent.layer][agent.place]}"
         for agent in result.agents
@@ -216,7 +202,7 @@ def _describe(
 
 
 def _second_layer_seconds(way: LatencyWay, result: Result) -> float:
-    """Return the mean time of the second layer's agents, after the end of what they read."""
+    """Return the mean time of the second layer's agents, after the end of their inputs."""
     reads = Topology.parse(way.topology).layers[1]
     spans: list[float] = []
     for agent in result.layers[1]:
@@ -227,9 +213,9 @@ def _second_layer_seconds(way: LatencyWay, result: Result) -> float:
     return fmean(spans) if spans else 0.0
 
 
-# Options that may differ between a run and the one that it resumes.
+# Options that may differ between a run and the run that it resumes.
 _FREE_OPTIONS = ("ways", "questions")
-# It has the shape of Qwen3-Embedding-4B. An embedding takes its prefill, on another GPU.
+# This model has the shape of Qwen3-Embedding-4B. An embedding takes a prefill on another GPU.
 _EMBEDDING_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
 _WARM_UP = ScriptOptions(equal=4, scale=0.1)
 
@@ -244,12 +230,11 @@ async def _measure(report: Report) -> None:
         for way in ways
     }
     cells = measured_cells(report, LatencyAnswer, _FREE_OPTIONS)
-    # An answer that overran is measured again.
-    found = {(c.way, c.question): c for c in cells if c.overrun <= TOLERATED_SHARE}
+    found = {(cell.way, cell.question): cell for cell in cells}
     todo = [
         (way, scripts[way.name][place])
-        for place, turn in enumerate(_turns(ways, len(questions)))
-        for way in turn
+        for place in range(len(questions))
+        for way in [*ways[place % len(ways) :], *ways[: place % len(ways)]]
         if (way.name, questions[place].number) not in found
     ]
     if todo:
@@ -266,13 +251,16 @@ async def _ask_all(
     found: dict[Key, LatencyAnswer],
     report: Report,
 ) -> None:
-    """Ask the questions, and write all that is found after each."""
+    """Ask the questions, and write all found answers after each."""
     ways = {way.name: (way, script) for way, script in todo}
     plugin = any(way.plugin for way, _ in ways.values())
     stock = any(not way.plugin for way, _ in ways.values())
     options = report.options
     async with connect_rig(report, plugin=plugin, stock=stock) as rig:
-        asker = Asker(rig, _policy(options), _embedding_seconds(options), options.seed)
+        policy: dict[str, Any] = {}
+        if options.threshold is not None:
+            policy = {"rule": "threshold", "threshold": options.threshold}
+        asker = Asker(rig, policy, _embedding_seconds(options), options.seed)
         for way, script in ways.values():  # These answers do not count.
             await asker.ask(way, write_script(script.question, way.sizes, _WARM_UP))
         asks = {
@@ -282,23 +270,10 @@ async def _ask_all(
         await measure_cells(asks, found, report)
 
 
-def _turns(ways: Sequence[LatencyWay], questions: int) -> Iterator[list[LatencyWay]]:
-    for place in range(questions):
-        first = place % len(ways)
-        yield [*ways[first:], *ways[:first]]
-
-
-def _policy(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :class:`EarlyExit` on the command line."""
-    if arguments.threshold is None:
-        return {}
-    return {"rule": "threshold", "threshold": arguments.threshold}
-
-
 def _embedding_seconds(arguments: argparse.Namespace) -> Callable[[int], float]:
-    """Return what gives the seconds of one answer's embedding; 0 without ``--device``.
+    """Return a function from an answer's tokens to its embedding's seconds; 0 without ``--device``.
 
-    Raises: EngineError if there are no times of this GPU.
+    Raises: EngineError if there are no times for this GPU.
     """
     if not arguments.device:
         return lambda _tokens: 0.0
@@ -312,16 +287,16 @@ def _embedding_seconds(arguments: argparse.Namespace) -> Callable[[int], float]:
 
 @dataclass(frozen=True, slots=True)
 class LatencyRow:
-    """The figures of one way; medians and means are over its questions.
+    """One way's figures; medians and means are over its questions.
 
     Attributes:
         seconds, first_token: medians, in seconds.
-        relative: median of a question's seconds over those of the same question all-to-all.
+        relative: median of a question's seconds over the same question's all-to-all.
         second, relative_second: mean seconds of the second layer's agents, and over all-to-all's.
-        of_least: median share of a question's time in which the agents on its critical path decode.
+        of_least: the critical path's decode time over the question's time, median.
         left: share of agents that were left out, by layer and size.
-        deciding: mean share of a question's time by which decisions delayed it.
-        overran: number of answers in which a GPU's forwards were computed too late.
+        deciding: delay by decisions over the question's time, mean.
+        overran: number of answers with too late forwards.
     """
 
     way: Annotated[str, Column("")]
@@ -379,13 +354,12 @@ def _left_shares(answers: Sequence[LatencyAnswer]) -> dict[str, float]:
 
 
 def show(rows: Sequence[LatencyRow], report: Report) -> None:
-    """Print the table, and explain its columns."""
     report.show(
         "Latency on modelled GPUs",
         rows,
         "  seconds, first token: of a question, medians. over: all-to-all, question by "
         "question.\n  paper: Faster-MoA §5.3, at most. 2nd layer: mean of its agents, from the end "
-        "of what they read.\n  least: share of the time in which the agents on the critical path "
+        "of their inputs.\n  least: share of the time in which the agents on the critical path "
         "decode. left out: share of the agents of\n  that layer and size. deciding: share of a "
         "question's time by which decisions delayed it.",
     )
@@ -400,10 +374,8 @@ main = command(
     __doc__,
     _measure,
     make_roles("single", plugin=True, stock=True),
-    (
-        *RIG_OPTIONS,
-        Option("--ways", str, _WAYS, "by default all", choices=_WAYS),
-        Option("--threshold", float, None, "full: leave if Q is at least this, not by chance"),
-    ),
+    *RIG_OPTIONS,
+    Option("--ways", str, _WAYS, "by default all", choices=_WAYS),
+    Option("--threshold", float, None, "full: leave if Q is at least this, not by chance"),
     repeats=False,
 )

@@ -1,9 +1,9 @@
-"""Start the engines of a Mixture-of-Agents of three models, and write the script of a question.
+"""Start the engines of a Mixture-of-Agents of three models, and write questions' scripts.
 
 Each model has one engine, a PD pair, or two engines that its agents take in turns (data
-parallelism); each of them with the plugin, and as stock SGLang. Answers of engines on modelled GPUs
-mean nothing and have no end of their own. So their lengths and similarities are those of recorded
-answers to one question, and their confidences are drawn.
+parallelism), with the plugin and as stock SGLang. Answers of engines on modelled GPUs mean nothing
+and have no end of their own. So their lengths and similarities are taken from recorded answers to
+one question, and their confidences are drawn.
 """
 
 from __future__ import annotations
@@ -32,19 +32,13 @@ from flashmoa_bench.harness.report import Report
 from flashmoa_bench.recorded import SIZES, RecordedQuestion, load_recorded
 from flashmoa_bench.workflows.agents import GUIDE, PAPER
 
-# Mean of the confidences, and how narrowly they lie around it: the sum of the parameters of a beta
-# distribution, whose standard deviation is then 0.05.
-_CONFIDENCE, _CONCENTRATION = 0.85, 50.0
-
 
 @dataclass(frozen=True, slots=True)
 class AgentScript:
     """One agent's answer.
 
     Attributes:
-        size: size of its model.
-        draw: which of the recorded answers of this size it stands for.
-        tokens: its length.
+        draw: index of its recorded answer, among the answers of its model's size.
         confidence: geometric mean of its tokens' probabilities.
     """
 
@@ -59,12 +53,10 @@ class ScriptOptions:
     """How scripts are made.
 
     Attributes:
-        scale: factor of all lengths.
-        longest: most tokens of an answer, after scaling.
-        equal: tokens of every answer, in place of the recorded ones; ``None``: as recorded.
-        later_tokens: tokens of every answer after the first layer's; ``None``: as of answers of
-            their sizes.
-        last_tokens: tokens of the last agent's answer; ``None``: as ``later_tokens``.
+        longest: largest number of tokens of an answer, after scaling.
+        equal: tokens of every answer; ``None`` for the recorded lengths.
+        later_tokens: tokens of every answer after the first layer; ``None`` for recorded lengths.
+        last_tokens: tokens of the last agent's answer; ``None`` for ``later_tokens``.
     """
 
     scale: float = 1.0
@@ -82,10 +74,9 @@ class ScriptOptions:
 
 @dataclass(frozen=True, slots=True)
 class QuestionScript:
-    """A question, and how its answers are written.
+    """A question, and its answers' lengths and confidences.
 
     Attributes:
-        question: whose recorded answers these are.
         prompt: tokens of the question.
         agents: the agents by name, ``LAYER.PLACE``, both counted from 1.
     """
@@ -95,7 +86,7 @@ class QuestionScript:
     agents: Mapping[str, AgentScript] = field(default_factory=dict[str, AgentScript])
 
     def similarity(self, one: str, other: str) -> float:
-        """Return how similar the answers of two agents are, in [0, 1]."""
+        """Return the similarity of two agents' answers, in [0, 1]."""
         first, last = self.agents[one], self.agents[other]
         return self.question.similarity((first.size, first.draw), (last.size, last.draw))
 
@@ -105,17 +96,17 @@ def write_script(
 ) -> QuestionScript:
     """Return the script of a question.
 
-    An agent's answer is as long as a recorded one of its size: the first proposer of a size stands
-    for the first model of that size, and so on. Answers of aggregators are not recorded; they are
-    taken to be as long as answers of their size. The same question has the same confidences by
-    agent, whatever the layers are.
+    An agent's answer has the length of a recorded answer of its size: a size's first proposer
+    stands for the first model of that size, and so on. Aggregators' answers are not recorded; they
+    get lengths of their size. Confidences depend only on question, agent's name and seed.
 
     Args:
         layers: the size of each agent, by layer.
     """
+    mean, concentration = 0.85, 50.0  # The standard deviation is 0.05.
     agents: dict[str, AgentScript] = {}
     for layer, sizes in enumerate(layers):
-        # Each layer begins with another draw, so that it does not repeat the one before.
+        # Each layer begins with another draw, so that it does not repeat the previous layer.
         counts: dict[str, int] = dict.fromkeys(SIZES, layer)
         for place, size in enumerate(sizes):
             name = f"{layer + 1}.{place + 1}"
@@ -126,25 +117,18 @@ def write_script(
                 tokens = options.last_tokens or tokens
             tokens = max(1, min(tokens, options.longest))
             dice = random.Random(f"{options.seed} {question.number} {name}")
-            confidence = dice.betavariate(
-                _CONFIDENCE * _CONCENTRATION, (1 - _CONFIDENCE) * _CONCENTRATION
-            )
+            confidence = dice.betavariate(mean * concentration, (1 - mean) * concentration)
             agents[name] = AgentScript(size, counts[size], tokens, confidence)
             counts[size] += 1
     return QuestionScript(question, max(1, round(question.prompt * options.scale)), agents)
 
 
-# The parameter of chat completions that tells the engine's client which agent asks. Engines do
-# nothing with it.
+# A parameter of chat completions that tells our client which agent asks. Engines ignore it.
 AGENT = "user"
 
 
 class RecordedEngine(EngineClient):
-    """An engine whose answers' tokens have recorded log-probabilities, where they are asked for.
-
-    Attributes:
-        confidences: confidence of an agent's answer, by the agent's name.
-    """
+    """An engine that replaces log-probabilities of answers by recorded confidences, by agent."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -174,15 +158,15 @@ class RecordedEngine(EngineClient):
 
 
 class ReplayedEmbedder:
-    """Returns embeddings of one question's answers that are as similar as the recorded answers.
+    """Returns embeddings of a question's answers with the recorded answers' similarities.
 
-    It is a listener, too: the question's events say whose answer a text is.
+    It is also a listener: the question's events say which agent wrote a text.
 
     Args:
         clusters: names of the agents whose answers are compared, by cluster. Every agent is in one
-            of them.
-        seconds: seconds that the embedding model takes for an answer of so many tokens. It takes
-            one answer at a time.
+            cluster.
+        seconds: the embedding model's seconds for an answer, by the answer's tokens. It takes one
+            answer at a time.
     """
 
     def __init__(
@@ -208,7 +192,7 @@ class ReplayedEmbedder:
             self._agents[event.text] = event.agent
 
     async def embed(self, text: str) -> Embedding:
-        """Return one row for an answer, after the time that its embedding takes."""
+        """Return one row for an answer, after the seconds of its embedding."""
         agent = self._agents[text]
         async with self._one_at_a_time:
             await clock.sleep(self._seconds(self._script.agents[agent].tokens))
@@ -216,10 +200,10 @@ class ReplayedEmbedder:
 
 
 def make_rows(similarities: Sequence[Sequence[float]]) -> list[Embedding]:
-    """Return embeddings of one row each with these Frobenius cosine similarities.
+    """Return embeddings with a single row each, and these Frobenius cosine similarities.
 
     The Frobenius cosine of two single rows is the square of their cosine. If no rows have exactly
-    these similarities, the nearest ones that exist are taken.
+    these similarities, the nearest possible ones are taken.
 
     Args:
         similarities: a symmetric matrix with ones on its diagonal.
@@ -238,13 +222,9 @@ SERVINGS: dict[Serving, str] = {
     "dp": "two GPUs for each model, which its agents take in turns",
     "dp-mixed": "the same, with mixed chunks on stock SGLang, too (--enable-mixed-chunk)",
 }
-# Hash models draw from a few words at this temperature, so that no two answers are the same.
-_TEMPERATURE = 1.0
-# Slowed down engines may take minutes.
+# Engines that are slowed down may take minutes.
 _LIMITS = Limits(first_token_seconds=None, stall_seconds=None)
 _STOCK = "stock_"
-# Tokens of KV, enough for all agents of a question, of an engine that takes no GPU's time.
-_POOL = 60_000
 
 
 def make_roles(serving: Serving, *, plugin: bool, stock: bool) -> list[Role]:
@@ -271,9 +251,8 @@ class Rig:
     """The connected engines.
 
     Attributes:
-        engines: the engines by size: with the plugin, and stock ones by ``stock_`` and size.
-        own: every engine by its name. A PD pair has two.
-        words: words of one token each.
+        engines: engines by size: with the plugin, and stock engines by ``stock_`` and size.
+        own: every engine by its name. A PD pair has two engines.
     """
 
     engines: Mapping[str, Sequence[RecordedEngine]]
@@ -283,10 +262,9 @@ class Rig:
     def models(
         self, script: QuestionScript, layers: Sequence[Sequence[str]], *, plugin: bool
     ) -> list[list[Model]]:
-        """Return the agents' models, whose answers have the lengths of the script.
+        """Return the agents' models, by layer; ``layers`` has the sizes of the models.
 
-        Args:
-            layers: the size of each agent, by layer.
+        The models' answers have the lengths of the script.
         """
         confidences = {name: agent.confidence for name, agent in script.agents.items()}
         models: list[list[Model]] = []
@@ -304,30 +282,31 @@ class Rig:
         return models
 
     def question(self, script: QuestionScript, seed: int) -> str:
-        """Return a question of random words, which has about the script's number of tokens."""
+        """Return a question of random words with about the script's number of tokens."""
         dice = random.Random(f"{seed} {script.question.number}")
         return "".join(dice.choices(self.words, k=script.prompt)).strip()
 
     async def flush(self) -> None:
-        """Empty every engine's cache."""
         for engine in self.own.values():
             await engine.flush_cache()
 
 
 def sample(tokens: int) -> dict[str, Any]:
-    """Return sampling parameters of an answer of exactly so many tokens."""
-    return {"max_tokens": tokens, "ignore_eos": True, "temperature": _TEMPERATURE}
+    """Return sampling parameters of an answer of exactly ``tokens`` tokens."""
+    # From their few words, hash models draw a different answer each time at this temperature.
+    return {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
 
 
 @asynccontextmanager
 async def connect_rig(report: Report, *, plugin: bool, stock: bool) -> AsyncGenerator[Rig]:
-    """Connect to the engines with the plugin, the stock ones, or both; start them without URLs.
+    """Connect to the engines with the plugin, the stock engines, or both; start them without URLs.
 
-    Exceptions are those of :meth:`Report.connect`.
+    Exceptions are as for :meth:`Report.connect`.
     """
     roles = make_roles(report.options.serving, plugin=plugin, stock=stock)
     async with (
-        report.connect(roles, _POOL, [GUIDE, PAPER]) as engines,
+        # On a CPU, this pool has room for all agents of a question.
+        report.connect(roles, 60_000, [GUIDE, PAPER]) as engines,
         AsyncExitStack() as stack,
     ):
         by_size: dict[str, list[RecordedEngine]] = {}
@@ -335,7 +314,7 @@ async def connect_rig(report: Report, *, plugin: bool, stock: bool) -> AsyncGene
         for name, client in engines.clients.items():
             stem, _, last = name.rpartition("_")
             if last not in ("prefill", "decode"):
-                # So that answers have recorded confidences.
+                # A client of this class gives answers recorded confidences.
                 recorded = await stack.enter_async_context(RecordedEngine(client.url))
                 by_size.setdefault(stem if last.isdigit() else name, []).append(recorded)
             if f"{name}_prefill" not in engines:
@@ -347,7 +326,7 @@ def _words() -> list[str]:
     return sorted(set(re.findall(r" [a-z]{3,8}(?= )", GUIDE.read_text())))
 
 
-# Of the rig, the questions and the answers.
+# Options of the rig, the questions and the answers.
 RIG_OPTIONS = (
     Option(
         "--serving",
@@ -356,7 +335,7 @@ RIG_OPTIONS = (
         "; ".join(f"{serving}: {about}" for serving, about in SERVINGS.items()),
         choices=tuple(SERVINGS),
     ),
-    Option("--answers", str, "alpaca_eval", "recorded ones", choices=tuple(load_recorded())),
+    Option("--answers", str, "alpaca_eval", "recorded answers", choices=tuple(load_recorded())),
     Option("--questions", positive, 4, "number, spread evenly from short answers to long"),
     Option("--scale", float, 1.0, "factor of all lengths"),
     Option("--longest", positive, 1024, "most tokens of an answer"),

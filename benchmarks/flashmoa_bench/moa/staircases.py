@@ -1,9 +1,9 @@
 """Measure staircases (Staircase Streaming) and debates on modelled GPUs: first token, and the rest.
 
 An aggregator that waits for whole answers is compared with one that writes along, by the number of
-proposers, the order of chunks and the length of the first one; and a debate of two rounds with one
-on a staircase. Lengths are those of recorded answers, as of moa-latency. Chunks have tokens of four
-characters.
+proposers, the order of chunks and the length of the first chunk. A debate of two rounds is compared
+with a debate on a staircase. Lengths are recorded answers', as in moa-latency. Chunks have tokens
+of four characters.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from flashmoa_bench.moa.rig import (
 )
 from flashmoa_bench.recorded import SIZES, load_recorded, spread
 
-# Of a debate.
-ROUNDS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class StaircaseWay:
@@ -45,7 +42,7 @@ class StaircaseWay:
     Attributes:
         kind: ``mixture``: proposers and an aggregator; ``debate``: two rounds and an aggregator.
         proposers: number of proposers, or of debaters.
-        order: order of the chunks; ``None``: whole answers are waited for, on stock SGLang.
+        order: order of the chunks; ``None`` waits for whole answers, on stock SGLang.
         first: length of the first chunk, in tokens of four characters.
     """
 
@@ -61,12 +58,12 @@ class StaircaseWay:
 
     @property
     def base(self) -> str:
-        """Return the name of the way that this one is compared with."""
+        """Return the name of the way to compare with."""
         return StaircaseWay(self.kind, self.proposers).name
 
     @property
     def steps(self) -> Steps | None:
-        """Return the settings of the staircase; ``None``: whole answers are waited for."""
+        """Return the settings of the staircase; ``None`` waits for whole answers."""
         return None if self.order is None else Steps(self.first, order=self.order)
 
     @property
@@ -77,12 +74,12 @@ class StaircaseWay:
 
 @dataclass(frozen=True, slots=True)
 class StaircaseAnswer:
-    """What one question took in one way; times in seconds of the modelled GPUs.
+    """One question's figures in one way; times in seconds of the modelled GPUs.
 
     Attributes:
         tokens: number of tokens that the aggregator wrote.
-        rounds: number of requests in which it wrote them.
-        overrun: largest share of a GPU's time by which forwards were computed too late.
+        rounds: number of the aggregator's requests.
+        overrun: delay of forwards over a GPU's time, the largest of all engines.
     """
 
     way: str
@@ -122,13 +119,14 @@ def _make_system(
     ahead: Ahead = "text" if plugin else "nothing"
     prompt = AggregationPrompt("question-first")
     if way.kind == "debate":
-        return Debate(proposers, ROUNDS, aggregator, staircase=way.steps, ahead=ahead)
+        rounds = 2
+        return Debate(proposers, rounds, aggregator, staircase=way.steps, ahead=ahead)
     if way.steps is None:
         return MixtureOfAgents([proposers, [aggregator]], prompt=prompt, ahead=ahead)
     return Staircase(proposers, aggregator, prompt=prompt, steps=way.steps, ahead=ahead)
 
 
-# Options that may differ between a run and the one that it resumes.
+# Options that may differ between a run and the run that it resumes.
 _FREE_OPTIONS = ("questions", "proposers", "first", "orders", "kinds")
 _WARM_UP = ScriptOptions(equal=12, scale=0.1)
 _ORDERS: tuple[Order, ...] = ("contiguous", "rounds")
@@ -137,13 +135,13 @@ _KINDS = ("mixture", "debate")
 
 @dataclass(frozen=True, slots=True)
 class StaircaseRow:
-    """The figures of one way; medians over its questions, ratios question by question.
+    """One way's figures; medians over its questions, ratios question by question.
 
     Attributes:
-        relative_first, relative_rate: first token, and tokens per second, over those of whole
-            answers; ``None`` if these were not measured.
+        relative_first, relative_rate: first token, and tokens per second, over whole answers';
+            ``None`` if whole answers were not measured.
         rate: tokens of the aggregator per second of the question.
-        overran: number of answers in which a GPU's forwards were computed too late.
+        overran: number of answers with too late forwards.
     """
 
     way: Annotated[str, Column("")]
@@ -158,7 +156,7 @@ class StaircaseRow:
 
 
 def make_ways(arguments: argparse.Namespace) -> list[StaircaseWay]:
-    """Return the ways of the command line, each kind's whole answers first."""
+    """Return the ways of the command line; each kind's whole answers come first."""
     return [
         way
         for kind in arguments.kinds
@@ -185,8 +183,7 @@ async def _measure(report: Report) -> None:
     ways, script_options = make_ways(options), ScriptOptions.parse(options)
     questions = spread(load_recorded()[options.answers].questions, options.questions)
     cells = measured_cells(report, StaircaseAnswer, _FREE_OPTIONS)
-    # An answer that overran is measured again.
-    found = {(c.way, c.question): c for c in cells if c.overrun <= TOLERATED_SHARE}
+    found = {(cell.way, cell.question): cell for cell in cells}
     todo = {
         (way.name, question.number): (way, write_script(question, way.sizes, script_options))
         for question in questions
@@ -205,9 +202,8 @@ async def _measure(report: Report) -> None:
     report.show(
         "Staircases and debates on modelled GPUs",
         rows,
-        "  Staircase Streaming's abstract has -93 % and 1.6x at most. tokens/s: that the "
-        "aggregator wrote, over the\n  whole question. over: whole answers. requests: of the "
-        "aggregator.",
+        "  Staircase Streaming's abstract has -93 % and 1.6x at most. tokens/s: the aggregator's "
+        "tokens over the\n  whole question. over: whole answers. requests: of the aggregator.",
     )
     for row in rows:
         if row.overran:
@@ -258,13 +254,11 @@ main = command(
     __doc__,
     _measure,
     make_roles("single", plugin=True, stock=True),
-    (
-        *RIG_OPTIONS,
-        Option("--kinds", str, list(_KINDS), "of systems", choices=_KINDS),
-        Option("--proposers", positive, [3], "or debaters"),
-        Option("--orders", str, list(_ORDERS), "of chunks", choices=_ORDERS),
-        Option("--first", positive, [8], "tokens of the first chunk"),
-    ),
+    *RIG_OPTIONS,
+    Option("--kinds", str, list(_KINDS), "of systems", choices=_KINDS),
+    Option("--proposers", positive, [3], "or debaters"),
+    Option("--orders", str, list(_ORDERS), "of chunks", choices=_ORDERS),
+    Option("--first", positive, [8], "tokens of the first chunk"),
     check=_check,
     repeats=False,
 )

@@ -1,7 +1,7 @@
-"""``ModelledGpu``: the GPU whose time an engine on a CPU takes, as its options say.
+"""``ModelledGpu``: the GPU whose time an engine on a CPU takes.
 
-``Gpu`` and ``Model`` are what is known of it and of the model: a data sheet, and the sizes in a
-``config.json``. ``Roofline`` and ``MeasuredTables`` say how long a ``Forward`` takes there.
+``Gpu`` is a data sheet, ``Model`` the sizes in a ``config.json``. ``Roofline`` and
+``MeasuredTables`` give the time of a ``Forward``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 
 from flashmoa_bench.modelled_gpu.options import DeviceOptions
 
-_BYTES_OF_BFLOAT16 = 2
-# The package's folders of data sheets and of models' configurations.
+# The package with data sheets and models' configurations.
 _PACKAGE = "aiconfigurator_core"
-# What a model's configuration must have.
+# Fields that a model's configuration must have.
 _SIZES = {
     "hidden_size",
     "intermediate_size",
@@ -38,10 +37,10 @@ class Gpu:
 
     Args:
         memory: bytes.
-        bandwidth: bytes of memory that it reads per second.
-        flops: operations in bfloat16 per second, of dense matrices.
-        link: bytes per second that it sends to a GPU of another engine.
-        fp8_flops: operations in FP8 per second; 0 if it has none.
+        bandwidth: bytes of its memory that it reads per second.
+        flops: dense operations per second in bfloat16.
+        link: bytes per second to a GPU of another engine.
+        fp8_flops: dense operations per second in FP8; 0 if it has no FP8.
     """
 
     name: str
@@ -53,9 +52,9 @@ class Gpu:
 
     @classmethod
     def load(cls, name: str) -> Gpu:
-        """Read a data sheet of ours (a JSON file with these fields) or of aiconfigurator-core.
+        """Read a data sheet: a JSON file that has these fields, or aiconfigurator-core's.
 
-        Raises: ValueError if there is none of this name, or a field is missing.
+        Raises: ValueError if it does not exist, or lacks a field.
         """
         if name.endswith(".json"):
             fields = _read_json(Path(name))
@@ -94,7 +93,7 @@ class Model:
     """The sizes of a decoder with grouped-query attention, dense or with experts.
 
     Args:
-        weights: precision of the layers' weights; embeddings, logits and KV are in bfloat16.
+        weights: precision of the layers' weights. Embeddings, logits and KV are in bfloat16.
     """
 
     name: str
@@ -103,9 +102,9 @@ class Model:
 
     @classmethod
     def load(cls, name: str, weights: str = "bfloat16") -> Model:
-        """Read the configuration of a folder, or of a model that aiconfigurator-core knows.
+        """Read the configuration from a folder, or from aiconfigurator-core.
 
-        Raises: ValueError if there is none, or it is of another architecture.
+        Raises: ValueError if it does not exist, or has another architecture.
         """
         file = Path(name) / "config.json"
         if not file.is_file():
@@ -117,7 +116,7 @@ class Model:
                 "a model that aiconfigurator-core knows, as Qwen/Qwen3-32B."
             )
         config = _read_json(file)
-        # A model that also sees has the sizes of its decoder here.
+        # A model with vision has its decoder's sizes here.
         config = config.get("text_config", config)
         model = cls(name, config, weights)
         if missing := _SIZES - config.keys():
@@ -143,7 +142,7 @@ class Model:
 
     @cached_property
     def experts(self) -> int:
-        """The number of experts of a layer; 1 for a dense model."""
+        """The number of experts in a layer; 1 for a dense model."""
         return self.config.get("num_experts") or self.config.get("num_local_experts") or 1
 
     @cached_property
@@ -152,7 +151,7 @@ class Model:
 
     @cached_property
     def attention_weights(self) -> int:
-        """The number of weights in the attention of one layer."""
+        """The number of attention weights in one layer."""
         query = self.config["num_attention_heads"] * self.head_size
         kv = self.kv_bytes_per_token // (2 * self.layers)
         return self.config["hidden_size"] * (2 * query + kv)
@@ -182,9 +181,9 @@ class Model:
 
 
 def memory_fraction(gpu: Gpu, tensor_parallel: int) -> float:
-    """Return the share of the memory that SGLang gives to weights and KV by default."""
+    """Return SGLang's default share of the memory for weights and KV."""
     if find_spec(_PACKAGE) is None:
-        # SGLang's value where it does not know the memory's size.
+        # SGLang's default for an unknown memory size.
         return 0.88
     from aiconfigurator_core.sdk.backends.sglang_backend import derive_sglang_mem_fraction_static
 
@@ -225,12 +224,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Prefills:
-    """Equal prefills that cost as much together as those of a forward.
+    """Equal prefills, which cost as much together as a forward's real prefills.
 
     Args:
-        requests: number of requests.
         tokens: new tokens of all requests together.
-        cached: tokens before the new ones, per request, which attention reads.
+        cached: tokens before the new tokens, per request. Attention reads them.
     """
 
     requests: int = 0
@@ -239,10 +237,10 @@ class Prefills:
 
     @classmethod
     def of(cls, requests: Iterable[tuple[int, int]]) -> Prefills:
-        """Return equal prefills for requests of given (cached tokens, new tokens).
+        """Return equal prefills for requests, given as pairs of cached and new tokens.
 
-        Requests, new tokens and the pairs of tokens that attention compares stay the same. Their
-        times are tabulated for equal requests only.
+        The tables have times for equal requests only. Equal requests keep the number of requests,
+        the new tokens, and the pairs of tokens that attention compares.
         """
         pairs = [(cached, new) for cached, new in requests if new > 0]
         tokens = sum(new for _, new in pairs)
@@ -255,11 +253,10 @@ class Prefills:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What one forward computes: prefills, and decodes of one token each.
+    """The work of a forward: prefills, and decodes of a single token each.
 
     Args:
-        decodes: number of requests that decode.
-        context: tokens that each of them has on average, with the new one.
+        context: mean context of the requests in tokens, with the new token.
     """
 
     prefills: Prefills = Prefills()
@@ -270,14 +267,14 @@ class Forward:
 class Roofline:
     """Times forwards by the roofline model: no kernel is faster than its arithmetic or its reads.
 
-    It knows no launches, no synchronization and no inefficiency, so it is a lower bound of what is
-    measured. It needs no package, and serves for GPUs and models that have not been measured.
+    This is a lower bound, without launches, synchronization and inefficiency. It needs no package,
+    and serves for GPUs and models without measurements.
 
-    Raises: ValueError if the weights are in FP8, and the GPU does not compute in it.
+    Raises: ValueError if the weights are in FP8 and the GPU has no FP8.
     """
 
     def __init__(self, gpu: Gpu, model: Model, tensor_parallel: int = 1) -> None:
-        layer_flops = gpu.flops if model.bytes_per_weight == _BYTES_OF_BFLOAT16 else gpu.fp8_flops
+        layer_flops = gpu.flops if model.weights == "bfloat16" else gpu.fp8_flops
         if not layer_flops:
             raise ValueError(f"{gpu.name} has no FP8, so its weights cannot be {model.weights}.")
         self._layer_flops = layer_flops * tensor_parallel
@@ -296,14 +293,14 @@ class Roofline:
             model.attention_weights * weight / self._bandwidth,
             2 * tokens * model.attention_weights / self._layer_flops,
         )
-        # How many of the experts some token needs, if each token takes them at random.
+        # Expected number of experts that some token needs, if tokens choose experts at random.
         idle = (1 - model.experts_per_token / model.experts) ** tokens
         needed = model.experts * (1 - idle) if model.experts > 1 else 1
         reads = needed * model.expert_weights * weight / self._bandwidth
         computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._layer_flops
         layer = linear + max(reads, computed)
         logits = max(
-            model.head_weights * _BYTES_OF_BFLOAT16 / self._bandwidth,
+            2 * model.head_weights / self._bandwidth,
             2 * requests * model.head_weights / self._flops,
         )
         return model.layers * layer + self._attention(forward) + logits
@@ -311,8 +308,8 @@ class Roofline:
     def _attention(self, forward: Forward) -> float:
         prefills, model = forward.prefills, self._model
         query = model.config["num_attention_heads"] * model.head_size
-        # Each new token is compared with the tokens before it: a product of the query with the
-        # key, and one of the weight with the value.
+        # Attention multiplies each new token's query with the keys before it, and each weight with
+        # a value.
         pairs = prefills.tokens * prefills.cached + prefills.tokens**2 / 2 / max(
             1, prefills.requests
         )
@@ -323,17 +320,16 @@ class Roofline:
 
 
 class MeasuredTables:
-    """Times the forwards of a model on a GPU that NVIDIA has measured, as SGLang computes them.
+    """Times the forwards of SGLang from NVIDIA's measurements of a model on a GPU.
 
-    The tables hold the time of each operation by its size. A forward's time is their sum: attention
-    is looked up for prefills and decodes apart, everything else once for all tokens together, as a
-    mixed batch computes it.
+    The tables have the time of each operation by its size, and a forward's time is the sum. Prefill
+    attention and decode attention are looked up apart. Everything else is looked up once for all
+    tokens together, as a mixed batch computes it.
 
     Args:
         gpu: such as ``h200_sxm``, ``h100_sxm`` or ``a100_sxm``.
-        model: name on Hugging Face, of those that the package knows, or a folder with a
-            ``config.json``.
-        tensor_parallel: number of GPUs among which the model is divided.
+        model: a name on Hugging Face that the package knows, or a folder with a ``config.json``.
+        tensor_parallel: number of GPUs that share the model.
         weights: precision of the weights, ``bfloat16``, ``fp8`` or ``fp8_block``.
 
     Raises: ValueError if the package is not installed, or has no tables for this GPU and model.
@@ -379,10 +375,10 @@ class MeasuredTables:
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def _other_than_attention(self, requests: int, tokens: int) -> float:
-        """Return the seconds of all tokens together, and of the logits of one for each request.
+        """Return the seconds of all tokens together, and of a row of logits per request.
 
-        Tokens are counted exactly, as one request: kernels compute blocks of 64 or 128 of them, and
-        one more token can take as long as a whole block.
+        The tokens count as one request, to look up their exact number. Kernels compute blocks of 64
+        or 128 tokens, so one more token can take a whole block's time.
         """
         together, _ = self.engine.run_static_per_op(
             batch_size=1, isl=tokens, osl=1, mode="static_ctx"
@@ -410,8 +406,8 @@ class MeasuredTables:
             mode="static_ctx",
         )
         tabulated = sum(ms for name, ms, *_ in operations if "attention" in name) / 1000
-        # Prefills of few tokens each are not tabulated, and extrapolated by their arithmetic alone.
-        # They read as much KV as decodes behind the same contexts, whose times are.
+        # The tables lack short prefills; the package extrapolates them by arithmetic alone. They
+        # read at least as much KV as decodes behind the same contexts, which the tables have.
         return max(tabulated, self._decode_attention(prefills.requests, prefills.cached + new))
 
     @lru_cache(maxsize=4096)  # noqa: B019
@@ -424,10 +420,10 @@ class MeasuredTables:
 
 @dataclass(frozen=True, slots=True)
 class ModelledGpu:
-    """A GPU, the model that is on it, and how long forwards and transfers take there.
+    """A GPU, the model on it, and the times of forwards and transfers there.
 
     Args:
-        slowdown: factor of all times, so that a slow machine keeps up.
+        slowdown: factor of all times, for a slow machine.
     """
 
     gpu: Gpu
@@ -447,19 +443,19 @@ class ModelledGpu:
         )
 
     def seconds(self, forward: Forward) -> float:
-        """Return the seconds of a forward, slowed down."""
+        """Return the seconds of a forward, with the slowdown."""
         return self.times.seconds(forward) * self.slowdown
 
     def transfer_seconds(self, tokens: int) -> float:
-        """Return the seconds in which the KV of ``tokens`` tokens is sent, slowed down.
+        """Return the seconds to send the KV of ``tokens`` tokens, with the slowdown.
 
-        Each rank sends its part over a link of its own.
+        Each rank sends its part over its own link.
         """
         size = tokens * self.model.kv_bytes_per_token
         return size / (self.gpu.link * self.tensor_parallel) * self.slowdown
 
     def size_engine(self, server_args: Any) -> None:
-        """Give an engine the KV pool that it would have on this GPU, unless the user sized it.
+        """Give an engine its KV pool on this GPU, unless the user has set the pool's size.
 
         Raises: ValueError if the weights do not fit.
         """
@@ -474,9 +470,9 @@ class ModelledGpu:
 
 @cache
 def modelled_gpu() -> ModelledGpu | None:
-    """Return the GPU whose time this process's engine takes, ``None`` for none.
+    """Return the GPU whose time this process's engine takes; ``None`` without one.
 
-    Raises: ValueError if it, its model or its times are not known.
+    Raises: ValueError if the GPU, the model or its times are unknown.
     """
     options = DeviceOptions.from_environment()
     if not options.device:

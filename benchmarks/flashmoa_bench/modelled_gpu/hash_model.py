@@ -1,9 +1,9 @@
-"""A model whose next token is a hash of all tokens before it, as the KV pool holds them.
+"""A model whose next token is a hash of all earlier tokens in the KV pool.
 
-It costs microseconds where the smallest real model takes milliseconds, so wide batches on long
-contexts stay below the time of the GPU that is modelled. The KV of a token is the token's id, and
-each next token depends on every id in its context and on its position. So a request that reads a
-wrong place of the KV pool, or one that is not written yet, writes another text.
+It computes in microseconds, where the smallest real model takes milliseconds. So wide batches with
+long contexts stay faster than the modelled GPU. A token's KV is its id, and the next token depends
+on every id and position in the context. So a request that reads a wrong or unwritten place of the
+KV pool writes another text.
 
 It answers at temperature 0 and has no log-probabilities.
 """
@@ -19,43 +19,42 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-# Tokens whose text is a plain word make answers that can be read and tokenised again.
+# Plain words make answers that can be read, and tokenised again.
 _WORD = re.compile(r" [a-z]{2,12}")
-# Candidates come from the first ids, so that logits are narrow.
+# Only the first ids are candidates, so that logits are narrow.
 _HIGHEST_ID = 4096
 # ``--model-path hash:TOKENIZER_FOLDER`` asks for a hash model.
 PREFIX = "hash:"
-# The width of keys and values.
+# Width of keys and values.
 WIDTH = 1
-# Ids of any vocabulary are below 2**20, and so a sum of 2**20 products with factors below 2**12 is
-# below 2**52: float64 holds it exactly, in whatever order it is added up.
+# Ids are below 2**20 and contexts have at most 2**20 tokens. So a sum of ids times factors is below
+# 2**52, and float64 holds it exactly in any order of addition.
 FACTORS = 1 << 12
-# Below 2**24, so that float32 holds a hash exactly.
+# Below 2**24: float32 holds a hash exactly.
 PRIME = 16_777_213
 ARCHITECTURE = "HashForCausalLM"
-# SGLang's variable for a package with further model classes, and ours.
+# SGLang's variable for a package with more model classes, and our package.
 MODEL_PACKAGE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "flashmoa_bench.modelled_gpu.models")
-# Tokens. Longer than the prompts of any benchmark.
-_CONTEXT = 131_072
 _TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "chat_template*")
 
 
 def serve_hash_model(args: Namespace) -> None:
-    """Write the hash model that ``--model-path hash:FOLDER`` asks for, and serve its folder.
+    """Write the hash model that ``--model-path hash:FOLDER`` names, and serve it.
 
     Raises: SystemExit if the folder has no tokenizer, or the model cannot be written.
     """
     if not args.model_path.startswith(PREFIX):
         return
     try:
-        folder = write_hash_model(args.model_path, _CONTEXT)
+        # This context is longer than any benchmark's prompt.
+        folder = write_hash_model(args.model_path, context=131_072)
     except (OSError, ValueError) as error:
         raise SystemExit(f"--model-path {args.model_path}: {error}") from error
     args.model_path = str(folder)
     args.served_model_name = args.served_model_name or "hash"
     variable, package = MODEL_PACKAGE
     os.environ[variable] = package
-    # A forkserver has read the variable before.
+    # A forkserver has already read the variable.
     if registry := sys.modules.get("sglang.srt.models.registry"):
         registry.ModelRegistry.register(package, overwrite=True)
 
@@ -63,12 +62,12 @@ def serve_hash_model(args: Namespace) -> None:
 def write_hash_model(model_path: str, context: int) -> Path:
     """Write a folder that SGLang serves, and return it.
 
-    There is one for each tokenizer, below ``~/.cache/flashmoa``: an engine may be killed, so it
-    cannot be relied on to delete its own.
+    Each tokenizer has its own folder below ``~/.cache/flashmoa``. The folder stays, since an engine
+    may be killed before it could delete it.
 
     Args:
         model_path: ``hash:`` and a folder with the files of a Hugging Face tokenizer.
-        context: the most tokens of a request.
+        context: largest number of tokens of a request.
 
     Raises:
         ValueError: if the folder has no tokenizer, or its vocabulary has no plain words.
@@ -120,7 +119,7 @@ def write_hash_model(model_path: str, context: int) -> Path:
 
 
 def _replace(file: Path, content: bytes) -> None:
-    """Write a file at once, since another engine may be reading it."""
+    """Write a file atomically, since another engine may be reading it."""
     scratch = file.with_name(f"{file.name}.{os.getpid()}.partial")
     scratch.write_bytes(content)
     scratch.replace(file)

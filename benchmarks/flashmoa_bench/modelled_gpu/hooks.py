@@ -1,9 +1,9 @@
-"""Makes the forwards of an SGLang engine on a CPU take the time of a modelled GPU.
+"""Make the forwards of an SGLang engine on a CPU take the time of a modelled GPU.
 
-The engine computes each forward at once, with whatever small model it serves; its result is there
-when the GPU's clock says so. Under the overlap schedule the scheduler prepares the next batch
-meanwhile, as it does on a GPU; without it, the scheduler waits. In a PD pair, transfers of KV take
-the time of the link between two modelled GPUs.
+The engine computes each forward at once with its small model, and the scheduler gets the result
+when the GPU would have it. Under the overlap schedule, the scheduler prepares the next batch
+meanwhile, as on a GPU; otherwise it waits. In a PD pair, KV transfers take the time of the link
+between two modelled GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def install() -> None:
     """Apply the hooks to this process's scheduler, if its engine takes a modelled GPU's time.
 
-    They are outside the hooks of all plugins.
+    These hooks wrap the hooks of all plugins.
     """
     modelled = modelled_gpu()
     if modelled is None:
@@ -45,22 +45,21 @@ def install() -> None:
 
 @dataclass(slots=True)
 class Clock:
-    """Keeps when the modelled GPU is free, and how far the run can be trusted.
+    """Keeps the modelled GPU's time, and counts how far a run can be trusted.
 
-    A forward begins when it is launched and the GPU is free. Its real computation happens at once,
-    on this machine's CPU, and has to be done before the forward would begin to be waited for: if it
-    took longer than the GPU would, the forward is counted as an overrun.
+    A forward begins when it is launched and the GPU is free. This machine's CPU computes it at
+    once. If that takes longer than on the GPU, the forward is an overrun.
 
     Args:
         now, sleep: the machine's clock, in seconds.
 
     Attributes:
-        free_at: when the GPU has computed all that was launched.
+        free_at: when the GPU has computed all launched forwards.
         forwards, overruns: numbers of forwards.
-        device_seconds, overrun_seconds: time of all forwards, and of those that overran.
-        starved_seconds: time in which the GPU had nothing to compute because the scheduler was
-            still preparing the next batch.
-        computing_seconds: CPU time of the forwards' real computation, which no GPU's host has.
+        device_seconds: time of all forwards.
+        overrun_seconds: delay of results.
+        starved_seconds: time that the idle GPU waited for the scheduler to prepare the next batch.
+        computing_seconds: CPU time of the real computation, which a GPU's host does not spend.
     """
 
     now: Callable[[], float] = time.perf_counter
@@ -79,8 +78,8 @@ class Clock:
         """Add a forward of ``seconds``; return when its result is there.
 
         Args:
-            launched, computed: when its real computation began and had ended.
-            follows: whether the scheduler went on from the forward before without becoming idle.
+            launched, computed: when its real computation began and ended.
+            follows: whether the scheduler was not idle since the previous forward.
         """
         begins = max(self.free_at, launched)
         if follows:
@@ -99,7 +98,7 @@ class Clock:
 
 
 class TimedForwards:
-    """Hooks that notice what a scheduler's forwards compute, and delay their results."""
+    """Hooks that note the work of a scheduler's forwards, and delay their results."""
 
     def __init__(self, modelled: ModelledGpu, clock: Clock | None = None) -> None:
         self._modelled = modelled
@@ -110,7 +109,7 @@ class TimedForwards:
         modelled.times.seconds(Forward(decodes=1, context=1))
 
     def notice(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``ModelRunner.forward``, which knows what is computed."""
+        """Wrap ``ModelRunner.forward``, which knows the forward's work."""
 
         @wraps(original)
         def forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +122,7 @@ class TimedForwards:
         return forward
 
     def delay(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``Scheduler.run_batch``, which returns the result that the scheduler waits for."""
+        """Wrap ``Scheduler.run_batch``, which returns the result."""
 
         @wraps(original)
         def run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,14 +165,14 @@ class TimedForwards:
 
 
 class ResultEvent:
-    """Stands for the CUDA event of a result that is copied to the host when the GPU has it."""
+    """Stands for the CUDA event of a result's copy to the host."""
 
     def __init__(self, clock: Clock, moment: float) -> None:
         self._clock = clock
         self._moment = moment
 
     def record(self, *_stream: Any) -> None:
-        """Do nothing: the moment is known already."""
+        """Do nothing: the moment is known."""
 
     def query(self) -> bool:
         return self._clock.now() >= self._moment
@@ -183,10 +182,10 @@ class ResultEvent:
 
 
 def describe(forward_batch: ForwardBatch) -> Forward:
-    """Return what a ``ForwardBatch`` of SGLang computes.
+    """Return the work of SGLang's ``ForwardBatch``.
 
-    In a mixed batch, SGLang prefills one token for each request that decodes. A prefill of one
-    token costs the same, so it need not be told apart.
+    In a mixed batch, SGLang prefills a single token for each request that decodes. Real prefills of
+    a single token cost the same, so they count as decodes.
     """
     mode = forward_batch.forward_mode
     if mode.is_idle():
@@ -205,16 +204,15 @@ def describe(forward_batch: ForwardBatch) -> Forward:
 
 
 class TimedTransfers:
-    """Delays what the decode engine of a pair learns of the end of its requests' transfers.
+    """Delays the end of KV transfers for the decode engine of a PD pair.
 
-    Here KV is copied between two processes, which is counted as no time. SGLang sends the KV of a
-    chunk as soon as it is computed, and a link is many times faster than a prefill. So when the
-    last chunk is computed, the earlier ones have arrived, and it is the last one that takes time,
-    after those of other requests that are still on the link.
+    Here a copy between two processes counts as no time. SGLang sends a chunk's KV when it is
+    computed, and a link is much faster than a prefill. So earlier chunks have arrived when the last
+    chunk is computed, and only the last chunk takes time, after other requests on the link.
 
     Args:
         states: SGLang's numbers of a transfer's states.
-        clock: of the link, on which one transfer follows the other.
+        clock: the link's clock; transfers follow each other.
     """
 
     def __init__(
@@ -225,7 +223,7 @@ class TimedTransfers:
         self._link = clock or Clock()
 
     def delay(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``DecodeTransferQueue.extend``, which takes the requests whose KV is awaited."""
+        """Wrap ``DecodeTransferQueue.extend``, which takes the requests that wait for KV."""
 
         @wraps(original)
         def extend(queue: Any, decode_reqs: Any) -> Any:
@@ -241,10 +239,7 @@ class TimedTransfers:
         return extend
 
     def _later(self, poll: Callable[[], Any], seconds: float) -> Callable[[], Any]:
-        """Wrap a receiver's ``poll``, which returns the state of its transfer.
-
-        Args: seconds: time that the transfer takes on an idle link.
-        """
+        """Wrap a receiver's ``poll``; the transfer takes ``seconds`` on an idle link."""
         ends: float | None = None
 
         def poll_later() -> Any:

@@ -10,9 +10,9 @@ from flashmoa_sglang.sglang.options import ServerOptions, option
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions(ServerOptions):
-    """The arguments ``--flashmoa-device...``; the help texts below explain them.
+    """The arguments ``--flashmoa-device...``.
 
-    Raises: ValueError if a value is invalid; the message says which values are valid.
+    Raises: ValueError if a value is invalid.
     """
 
     TITLE: ClassVar[str] = "FlashMoA's modelled GPUs"

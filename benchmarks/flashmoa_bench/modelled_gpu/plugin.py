@@ -1,7 +1,7 @@
 """The SGLang plugin of modelled GPUs: options, and hooks into ``flashmoa_cpu``'s platform.
 
-SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in each process, with
-FlashMoA's plugin or without it (``SGLANG_PLUGINS=flashmoa_modelled_gpu``).
+SGLang calls :func:`register` in each process, through the entry point ``sglang.srt.plugins``. It
+needs no other plugin (``SGLANG_PLUGINS=flashmoa_modelled_gpu``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def read_arguments(_cls: type, args: Namespace) -> None:
-    """Check the device, and serve a hash model; runs before ``ServerArgs.from_cli_args``."""
+    """Check the device, and serve a hash model, before ``ServerArgs.from_cli_args``."""
     from flashmoa_sglang.sglang.options import lacks_accelerator
 
     from flashmoa_bench.modelled_gpu.hash_model import serve_hash_model
@@ -45,9 +45,9 @@ def read_arguments(_cls: type, args: Namespace) -> None:
 
 
 def size_engine(_platform: Any, server_args: Any) -> None:
-    """Size the KV pool as on the GPU; runs before ``apply_server_args_defaults``.
+    """Size the KV pool as on the GPU, before ``apply_server_args_defaults``.
 
-    Raises: SystemExit if the GPU, the model or its times are not known.
+    Raises: SystemExit if the GPU, the model or its times are unknown.
     """
     from flashmoa_bench.modelled_gpu.gpu import modelled_gpu
 
@@ -59,7 +59,7 @@ def size_engine(_platform: Any, server_args: Any) -> None:
 
 
 def device_memory(_memory: int, _platform: Any, _device_id: int = 0) -> int | None:
-    """Return the GPU's memory in bytes, by which SGLang chooses the size of a chunk."""
+    """Return the GPU's memory in bytes; SGLang chooses the size of a chunk by it."""
     from flashmoa_bench.modelled_gpu.gpu import modelled_gpu
 
     modelled = modelled_gpu()
@@ -67,9 +67,9 @@ def device_memory(_memory: int, _platform: Any, _device_id: int = 0) -> int | No
 
 
 def time_forwards(_backend: Any, runner: Any) -> Any:
-    """Take the GPU's time for forwards, and return the attention of a hash model, else ``None``.
+    """Apply hooks to forwards, and return the attention of a hash model, else ``None``.
 
-    Runs after ``make_attention``: earlier, the classes to hook cannot be imported.
+    This runs after ``make_attention``. The classes to hook cannot be imported earlier.
     """
     from flashmoa_bench.modelled_gpu.hash_model import ARCHITECTURE
     from flashmoa_bench.modelled_gpu.hooks import install

@@ -20,11 +20,6 @@ from flashmoa_bench.harness.modelled_gpus import slowdown
 from flashmoa_bench.plan.planning import plan
 from flashmoa_bench.plan.result import PlanResult, show
 
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
-_DESCRIPTION = """\
-Run a team on engines that take the time of GPUs which are not here, unlinked and linked.
-It needs no GPU; see docs/plan.md."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Plan a team, and print what linking it saves. Return the exit status."""
@@ -37,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"flashmoa plan: {missing}", file=sys.stderr)
         return 1
     console = Console()
-    _keep_from_proxies("127.0.0.1")
+    # Engines are on this machine. Of the two spellings, the one in small letters prevails.
+    kept = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = f"{kept},127.0.0.1" if kept else "127.0.0.1"
     try:
         with console.status("") as status:
             result = anyio.run(plan, options, status.update)
@@ -47,21 +44,15 @@ def main(arguments: Sequence[str]) -> int:
         print(f"flashmoa plan: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+        return 130  # A shell reports this, 128 + SIGINT, for a program that Ctrl-C ended.
     return 0
 
 
-def _keep_from_proxies(host: str) -> None:
-    kept = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    # Of the two spellings, this one prevails.
-    os.environ["no_proxy"] = f"{kept},{host}" if kept else host
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="flashmoa plan",
-        description=_DESCRIPTION,
+        description="Run a team on engines that take the time of GPUs which are not here, unlinked "
+        "and linked.\nIt needs no GPU; see docs/plan.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -71,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("--team", str, "NAME", None, "variable or function in it (default: build_team, or team)"),
         ("--task", str, "TEXT", None, "the team's task (default: TASK in the file)"),
         ("--max-turns", positive, "N", None, "end the team after N turns"),
-        ("--engines", positive, "N", None, "default: one for each address and model in the file"),
+        ("--engines", positive, "N", None, "default: one per address and model in the file"),
         ("--slowdown", slowdown, "K", 1.0, "of all times, for a machine that does not keep up"),
         ("--tokenizer", _folder, "FOLDER", None, "the model's tokenizer (default: made)"),
         ("--concurrency", positive, "N", 1, "copies at once"),

@@ -24,7 +24,7 @@ from flashmoa_bench.harness.modelled_gpus import (
 )
 from flashmoa_bench.plan.result import PlanResult, summarise
 from flashmoa_bench.plan.runs import WAYS, Round, TeamRunner, find_difference
-from flashmoa_bench.plan.team import Caller, PlanError, TeamFile, find_callers, limit_turns
+from flashmoa_bench.plan.team import PlanError, TeamFile, find_callers, limit_turns
 
 
 async def plan(options: argparse.Namespace, progress: Callable[[str], None]) -> PlanResult:
@@ -35,8 +35,7 @@ async def plan(options: argparse.Namespace, progress: Callable[[str], None]) -> 
         progress: called with a short message when a step begins.
 
     Raises:
-        PlanError: if the team or the engines that are asked for cannot be planned, or an answer
-            was not the same in all runs.
+        PlanError: if the team or the engines cannot be planned, or an answer differs between runs.
         EngineError: if an engine does not start, or this machine is too slow for the GPUs.
     """
     progress(f"loading {options.file}")
@@ -56,7 +55,13 @@ async def plan(options: argparse.Namespace, progress: Callable[[str], None]) -> 
     tokenizer: Path | None = options.tokenizer
     if tokenizer is None:
         progress("making a tokenizer from the team's prompts")
-        texts = [task, file.path.read_text(), *_system_texts(callers)]
+        held = (owner for caller in callers for owner, _attribute in caller.holders)
+        system = [
+            str(message.content)
+            for owner in held
+            for message in getattr(owner, "_system_messages", ())
+        ]
+        texts = [task, file.path.read_text(), *system]
         tokenizer = await anyio.to_thread.run_sync(make_tokenizer, texts)
     async with modelled_engines(environments, tokenizer, progress) as started:
         engines = {name: client for name, (client, _step) in started.items()}
@@ -73,7 +78,7 @@ async def plan(options: argparse.Namespace, progress: Callable[[str], None]) -> 
 
 
 def make_tokenizer(texts: Sequence[str]) -> Path:
-    """Return a folder with a tokenizer that is trained on these texts; it is kept in the cache.
+    """Return the folder of a tokenizer that is trained on texts; the cache keeps it.
 
     Raises: EngineError if it cannot be made; OSError if the cache cannot be written.
     """
@@ -81,26 +86,17 @@ def make_tokenizer(texts: Sequence[str]) -> Path:
     with tempfile.TemporaryDirectory(prefix="flashmoa-plan-") as folder:
         corpus = Path(folder) / "prompts.txt"
         corpus.write_text("\n".join(texts), encoding="utf-8")
-        # Of the smallest of the tiny models only the tokenizer is used.
+        # Only the tokenizer of this smallest tiny model is used.
         return tiny_model("test", [corpus], cache / "flashmoa" / "plan")
-
-
-def _system_texts(callers: Sequence[Caller]) -> list[str]:
-    return [
-        str(message.content)
-        for caller in callers
-        for owner, _attribute in caller.holders
-        for message in getattr(owner, "_system_messages", ())
-    ]
 
 
 @asynccontextmanager
 async def modelled_engines(
     environments: Sequence[Mapping[str, str]], tokenizer: Path, progress: Callable[[str], None]
 ) -> AsyncGenerator[dict[str, tuple[EngineClient, float]]]:
-    """Start an engine with each environment; leaving the context ends all.
+    """Start an engine with each environment; leaving the context ends all engines.
 
-    Yields: the engines by name, each with the seconds of its GPU's decode step of one request.
+    Yields: the engines by name, each with its GPU's seconds for a single request's decode step.
 
     Raises: EngineError if an engine does not start.
     """
@@ -129,12 +125,12 @@ async def modelled_engines(
 
 
 def place(addresses: Mapping[str, tuple[str, str]], engines: int) -> dict[str, int]:
-    """Return the number of each agent's engine, from 0.
+    """Return the index of each agent's engine.
 
     Args:
-        addresses: what each agent's client is configured for, in the team's order.
-        engines: number of engines. If it is that of different addresses, each address is an
-            engine, in the order of its first agent. Otherwise agents are spread in turn.
+        addresses: the address of each agent's client, in the team's order.
+        engines: number of engines. If it is the number of different addresses, each address is an
+            engine, in the order of first agents. Otherwise agents are spread in turn.
     """
     different = list(dict.fromkeys(addresses.values()))
     if engines == len(different):
@@ -145,13 +141,13 @@ def place(addresses: Mapping[str, tuple[str, str]], engines: int) -> dict[str, i
 def answer_lengths(
     configured: Mapping[str, int | None], given: Mapping[str | None, int]
 ) -> dict[str, int]:
-    """Return how many tokens each agent writes.
+    """Return the number of tokens of each agent's answers.
 
     Args:
         configured: ``max_tokens`` of each agent's client.
-        given: the numbers that the user gave by agent; ``None``: for all that have none.
+        given: the user's numbers by agent; ``None`` stands for all other agents.
 
-    Raises: PlanError if an agent has no number, or ``given`` names an unknown one.
+    Raises: PlanError if an agent has no number, or ``given`` names an unknown agent.
     """
     _check_names([agent for agent in given if agent is not None], configured, "--output-tokens")
     lengths: dict[str, int] = {}
@@ -175,9 +171,9 @@ def _check_names(names: Iterable[str], agents: Iterable[str], option: str) -> No
 
 
 def _make_environments(options: argparse.Namespace, count: int) -> list[dict[str, str]]:
-    """Return what makes each engine take the time of its GPU.
+    """Return the environment that gives each engine its GPU's time.
 
-    Raises: PlanError if a GPU or model is not known, or does not have room for the other.
+    Raises: PlanError if a GPU or model is unknown, or the model does not fit.
     """
     given: dict[str, Sequence[Any]] = {
         "--gpu": options.gpu or ["h200_sxm"],
@@ -214,7 +210,7 @@ async def _play(
     before = await read_devices(runner.engines)
     rounds: list[Round] = []
     for number in range(options.rounds):
-        # Each round begins with the other way, so that changes of the machine affect both alike.
+        # Each round begins with the other way, so that changes of the machine affect both.
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
             progress(f"round {number + 1} of {options.rounds}, {way}")
             rounds.append(await runner.play(way, options.concurrency))

@@ -1,10 +1,10 @@
 """Compute the answers of a plan from its rounds (``summarise``), and print them (``show``).
 
-The end of a run waits for some of its calls only (``critical_path``). Between two of them the run
-waits for the later one's prompt to be prefilled. Links could at best have prefilled all of it
-before, since it consists of text that was known when the run began, and of text that was written by
-then; only one step of the engine is left, for the last token. There has to be time for it, too: as
-long as the run had lasted. The bound is what links could have saved so.
+The end of a run waits only for the calls on its critical path. Between two of them, the run waits
+until the later call's prompt is prefilled. Links could at best have prefilled the whole prompt
+earlier, because its text was known or written by then; only one step of the engine is left, for the
+last token. Prefilling ahead hides at most the time that the run had lasted. The bound is the sum of
+the times that links could have hidden so.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from flashmoa_bench.plan.runs import WAYS, Round, TeamRun
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Says how long a run waited for one call; times in seconds of the GPU.
+    """How long a run waited for one call; times in seconds of the GPU.
 
     Attributes:
         turn: number of the agent's call, from 1.
         prefill: from the request to its first token: the queue, the prefill and one step.
-        avoidable: the part of ``prefill`` that links could hide at most.
+        avoidable: largest part of ``prefill`` that links could hide.
         decode: from the first token to the last.
-        is_estimated: whether the answer came in one piece, as of an agent with tools, so that its
-            first token was not seen: then ``decode`` is as many of the engine's steps as tokens.
-        linked: the same call in the linked run; ``None`` if it does not have it.
+        is_estimated: whether the answer came in one piece, as from an agent with tools. Then its
+            first token is unknown, and ``decode`` is the tokens times the engine's step.
+        linked: the same call in the linked run; ``None`` if it is missing there.
     """
 
     agent: str
@@ -50,7 +50,7 @@ class Wait:
 
     @property
     def cells(self) -> Annotated[Mapping[str, str | None], Column("{}")]:
-        """Return the texts of the table's columns, by their titles."""
+        """Return the texts of the table's cells, by the columns' titles."""
         return {
             "agent": self.agent if self.turn == 1 else f"{self.agent} ({self.turn})",
             "engine": self.engine,
@@ -72,19 +72,19 @@ def waits(
     slowdown: float = 1.0,
     path: Sequence[Call] | None = None,
 ) -> list[Wait]:
-    """Return what a run waited for in each call of its critical path.
+    """Return the waits for the calls on a run's critical path.
 
     Args:
-        steps: seconds of a decode step of one request on each engine.
-        slowdown: by which the calls' times are divided.
-        path: other calls, which have ended, in the path's place.
+        steps: each engine's seconds for a single request's decode step.
+        slowdown: divides the calls' times.
+        path: calls to use instead of the critical path; they have ended.
     """
     turns, turn_of = Counter[str](), dict[str, int]()
     for call in calls:
         turns[call.agent] += 1
         turn_of[call.started.call_id] = turns[call.agent]
     path = critical_path(calls) if path is None else path
-    # Calls that are sent together come moments after one another; none of them can be helped.
+    # Calls that are sent together come moments apart, and nothing can be hidden before them.
     begin = path[0].started.at if path else 0.0
     return [
         _wait(call, turn_of[call.started.call_id], begin, steps[call.started.engine], slowdown)
@@ -99,7 +99,7 @@ def _wait(call: Call, turn: int, begin: float, step: float, slowdown: float) -> 
     )
     steps = max(0, usage.completion_tokens - 1) if usage is not None else 0
     decode = end - first
-    # A step is never much faster than one of a single request.
+    # No step is much faster than a step of a single request.
     is_estimated = decode < steps * step / 2
     if is_estimated:
         decode = min(steps * step, end - sent)
@@ -118,7 +118,7 @@ def _wait(call: Call, turn: int, begin: float, step: float, slowdown: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """Says which agents an engine has, and for what share of the time its GPU computed."""
+    """An engine's agents, and its GPU's computing share of time."""
 
     name: Annotated[str, Column("engine")]
     gpu: str
@@ -137,11 +137,10 @@ class PlanResult:
     Attributes:
         seconds: median time of a copy, unlinked and linked.
         spread: shortest and longest time of a copy.
-        bound_seconds: what links could have saved at most.
-        busiest_engine: the one that computes for the largest share of the time, unlinked.
-        calls: what ``typical`` waited for unlinked, call by call.
-        typical: for each way, the run that has the median, or is next below it; what is said of
-            calls is theirs.
+        bound_seconds: largest time that links could have saved.
+        busiest_engine: the engine that computes for the largest share of time, unlinked.
+        calls: the waits of the unlinked ``typical`` run, call by call.
+        typical: for each way, the run with the median time, or the next shorter run.
     """
 
     rounds: int
@@ -158,11 +157,10 @@ class PlanResult:
 
     @property
     def gpus(self) -> str:
-        """Return what the engines call their modelled GPUs, each name once."""
+        """Return the names of the engines' modelled GPUs, each once."""
         return "; ".join(dict.fromkeys(engine.gpu for engine in self.engines))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
         figures = asdict(replace(self, typical={}))
         del figures["typical"]
         return figures
@@ -177,21 +175,21 @@ def summarise(
     """Compute the answers from rounds of both ways.
 
     Args:
-        steps: seconds of a decode step of one request on each engine.
+        steps: each engine's seconds for a single request's decode step.
         placement: the name of each agent's engine.
-        slowdown: of the GPUs in these rounds.
+        slowdown: the GPUs' slowdown.
     """
     by_way = {way: [played for played in rounds if played.way == way] for way in WAYS}
     runs = {
         way: sorted((run for one in played for run in one.runs), key=lambda run: run.seconds)
         for way, played in by_way.items()
     }
-    # Of an even number, the shorter one of the two in the middle.
+    # With an even number of runs, this is the shorter one of the two in the middle.
     typical = {way: own[(len(own) - 1) // 2] for way, own in runs.items()}
     times = {way: [run.seconds / slowdown for run in own] for way, own in runs.items()}
     seconds = {way: median(values) for way, values in times.items()}
     unlinked = waits(typical["unlinked"].calls, steps, slowdown)
-    # Another call may hold up the end of the linked run.
+    # The end of the linked run may wait for another call.
     calls = typical["linked"].calls
     ended = [call for call in calls if call.finished is not None]
     linked = {(wait.agent, wait.turn): wait for wait in waits(calls, steps, slowdown, ended)}
@@ -253,7 +251,7 @@ def show(result: PlanResult, console: Console) -> None:
     console.print(make_table(title, result.calls, left=("agent", "engine")))
     console.print(
         "TTFT: from the request to the first token, ~ where the answer comes in one piece; "
-        "hideable: what of it links could hide at most\n"
+        "hideable: the largest part of it that links could hide\n"
     )
     title = "Share of the time in which the GPU computes"
     console.print(make_table(title, result.engines, left=("engine", "agents")))
@@ -262,7 +260,7 @@ def show(result: PlanResult, console: Console) -> None:
 
 
 def describe_gain(result: PlanResult) -> str:
-    """Say what links save, if every linked run took less time than every unlinked one."""
+    """Describe what links save, if every linked run was faster than every unlinked run."""
     saved, unlinked = result.saved_seconds, result.seconds["unlinked"]
     if result.spread["linked"][1] < result.spread["unlinked"][0]:
         return f"saves {saved:.2f} s, {saved / unlinked:.0%}"
@@ -272,7 +270,7 @@ def describe_gain(result: PlanResult) -> str:
 
 
 def _notes(linked: TeamRun) -> list[str]:
-    """Return why agents were not linked, or not fully."""
+    """Return the reasons why agents were not linked, or not fully."""
     lines: dict[str, None] = {}
     for event in linked.events:
         if isinstance(event, LinkDeclined):

@@ -28,7 +28,7 @@ WAYS: tuple[Way, Way] = ("unlinked", "linked")
 
 @dataclass(frozen=True, slots=True)
 class TeamRun:
-    """One run of one copy of the team; ``seconds`` is the time from its start to its end."""
+    """A run of a copy of the team; ``seconds`` is the time from its start to its end."""
 
     copy: int
     seconds: float
@@ -36,18 +36,13 @@ class TeamRun:
 
     @property
     def calls(self) -> list[Call]:
-        """The agents' calls, in the order in which they began."""
+        """The agents' calls, in the order of their starts."""
         return calls(self.events)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All copies of the team, run at once on empty caches.
-
-    Attributes:
-        seconds: time from the start to the end of the last copy.
-        devices: what each engine says of its modelled GPU, counted during this round.
-    """
+    """All copies of the team, run at once on empty caches; ``devices`` counts this round alone."""
 
     way: Way
     seconds: float
@@ -60,11 +55,11 @@ class TeamRunner:
     """Runs copies of a user's team on modelled engines.
 
     Args:
-        engines: clients of the engines, by the names that events get.
+        engines: clients of the engines, by their names in events.
         placement: the name of each agent's engine.
-        lengths: how many tokens each agent writes.
+        lengths: number of tokens of each agent's answers.
         max_turns: replaces the team's own limit; ``None`` leaves it.
-        include: agents that are linked on request; see :func:`flashmoa.autogen.link`.
+        include: agents to link on request; see :func:`flashmoa.autogen.link`.
     """
 
     file: TeamFile
@@ -76,9 +71,9 @@ class TeamRunner:
     include: Sequence[str] = ()
 
     async def play(self, way: Way, copies: int) -> Round:
-        """Run the copies at once; with several, each one's task has the copy's number.
+        """Run the copies at once; with several copies, each task has the copy's number.
 
-        Raises: PlanError if a copy fails; EngineError if an engine does.
+        Raises: PlanError if a copy fails; EngineError if an engine fails.
         """
         async with AsyncExitStack() as stack:
             teams = [await stack.enter_async_context(self._build()) for _ in range(copies)]
@@ -99,9 +94,9 @@ class TeamRunner:
 
     @asynccontextmanager
     async def _build(self) -> AsyncGenerator[BaseGroupChat]:
-        """Load the team, and give its agents clients of the modelled engines; close them at last.
+        """Load the team with clients of the modelled engines, which are closed at the end.
 
-        The user's code may take its time, which is why this is done before a run is timed.
+        The user's code may take long, so this happens before a run is timed.
         """
         team = (await self.file.load()).team
         limit_turns(team, self.max_turns)
@@ -134,9 +129,9 @@ class TeamRunner:
             started = time.perf_counter()
             await team.run(task=task)
             seconds = time.perf_counter() - started
-            # Links for a next run of the team begin now, and are no part of this one.
+            # From now on, events belong to links for the team's next run.
             reported = tuple(events)
-        # AutoGen reports whatever an agent raised as a RuntimeError with its traceback.
+        # AutoGen reports an agent's error as a RuntimeError with its traceback.
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise PlanError(f"the team failed in a run that was {way}: {reason}") from error
@@ -155,9 +150,9 @@ class TeamRunner:
 
 
 def modelled_client(caller: Caller, url: str, tokens: int) -> FlashMoAChatCompletionClient:
-    """Return a client of a modelled engine for an agent; its answers have ``tokens`` tokens.
+    """Return a modelled engine's client for an agent, with answers of ``tokens`` tokens.
 
-    What the agent's own client makes of messages is kept, and arguments for the chat template.
+    It keeps the agent's own client's treatment of messages and arguments for the chat template.
     """
     config: dict[str, Any] = getattr(caller.client, "_raw_config", {})
     kept = {
@@ -178,10 +173,10 @@ def modelled_client(caller: Caller, url: str, tokens: int) -> FlashMoAChatComple
 
 
 def find_difference(rounds: Sequence[Round]) -> str | None:
-    """Return in a sentence which agent's answers differed between runs, ``None`` if none did.
+    """Return a sentence with an agent whose answers differed between runs; ``None`` without one.
 
     Agents that write side by side end in any order, and their readers' prompts have that order. So
-    answers are compared between runs in which the same calls had ended before.
+    answers are compared if the same calls had ended before.
     """
     known: dict[tuple[Any, ...], str] = {}
     for played in rounds:
@@ -197,7 +192,7 @@ def find_difference(rounds: Sequence[Round]) -> str | None:
 
 
 def _answers(run: TeamRun) -> dict[tuple[Any, ...], str]:
-    """Return each answer by its agent, its turn and the agents that had ended before it began."""
+    """Return each answer by its agent, turn, and the agents that had ended before it began."""
     ended = sorted(
         ((call, call.finished) for call in run.calls if call.finished is not None),
         key=lambda pair: pair[1].at,

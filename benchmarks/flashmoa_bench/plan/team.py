@@ -1,4 +1,4 @@
-"""Load a user's team from a file (``TeamFile``), and find who calls a model in it."""
+"""Load a user's team from a file (``TeamFile``), and find the agents that call a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from autogen_core.tools import BaseTool, Workbench
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.errors import FlashMoAError
 
-# Names that a team, or the function that builds it, is looked for under.
+# Names of a team, or of the function that builds it.
 _TEAM_NAMES = ("build_team", "team")
 _TASK_NAMES = ("TASK", "task")
-# Of clients that stand for the parameters of a function; no request is ever sent by them.
+# Clients that stand for a function's parameters have this. They never send a request.
 _ANY_MODEL = ModelInfo(
     vision=False,
     function_calling=True,
@@ -43,7 +43,7 @@ class PlanError(FlashMoAError):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTeam:
-    """Holds a team that has not run yet, and its task if the file has one."""
+    """A team that has not run yet, and the file's task if there is one."""
 
     team: BaseGroupChat
     task: str | None = None
@@ -54,10 +54,10 @@ class TeamFile:
     """A file with a team: a Python program, or the JSON of a team's ``dump_component``.
 
     Args:
-        path: the file. A program is imported, so what its ``__name__ == "__main__"`` guards does
-            not run.
-        name: the program's variable with the team, or its function that returns one; by default
-            ``build_team`` or ``team``.
+        path: the file. A program is imported, so ``if __name__ == "__main__"`` guards code from
+            running.
+        name: the program's variable with the team, or its function that returns the team; by
+            default ``build_team`` or ``team``.
     """
 
     path: Path
@@ -66,8 +66,8 @@ class TeamFile:
     async def load(self) -> LoadedTeam:
         """Load the file again, and return its team.
 
-        A function is called with a model client for each of its parameters that has no default;
-        each stands for an engine of its own.
+        Each parameter without a default of a function gets a model client, which stands for an
+        engine of its own.
 
         Raises: PlanError if the file cannot be read, fails, or has no team.
         """
@@ -80,9 +80,9 @@ class TeamFile:
                 team = await self._build(module)
         except PlanError:
             raise
-        # The file is the user's: whatever it raises, even by sys.exit, is the reason.
+        # The file is the user's. Whatever it raises, even by sys.exit, is the reason.
         except (Exception, SystemExit) as error:
-            # asyncio.run says this where an event loop runs already, as here.
+            # asyncio.run says this if an event loop runs already, as here.
             runs = isinstance(error, SystemExit) or "running event loop" in str(error)
             hint = '; what runs the team belongs under if __name__ == "__main__"' if runs else ""
             raise PlanError(
@@ -110,9 +110,9 @@ class TeamFile:
 
 @contextmanager
 def _import_file(path: Path) -> Generator[ModuleType]:
-    """Import a file under a name of its own; its neighbours can be imported while that is held.
+    """Import a file under a fresh name. Within the context, it can import its neighbours.
 
-    The next load imports the neighbours again, since agents that they define keep what they heard.
+    The next load imports the neighbours again, because their agents keep messages.
     """
     name = f"flashmoa_planned_{next(_numbers)}"
     spec = spec_from_file_location(name, path)
@@ -121,9 +121,9 @@ def _import_file(path: Path) -> Generator[ModuleType]:
     module = module_from_spec(spec)
     folder = path.resolve().parent
     loaded_before = set(sys.modules)
-    # Python puts a program's folder first, too.
+    # Like Python for a program, put the program's folder first.
     sys.path.insert(0, str(folder))
-    # Annotations of dataclasses and tools are looked up in their module.
+    # Annotations of dataclasses and tools are looked up in this module.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -136,9 +136,9 @@ def _import_file(path: Path) -> Generator[ModuleType]:
 
 
 def _is_beside(module: ModuleType, folder: Path) -> bool:
-    """Return whether a module is one of the user's below ``folder``.
+    """Return whether a module is the user's own, below ``folder``.
 
-    Those of an environment there are not: some packages cannot be imported twice.
+    Packages of an environment there are not: some cannot be imported twice.
     """
     # A package without __init__.py has a path only.
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
@@ -162,7 +162,7 @@ class Caller:
     """An agent that calls a model.
 
     Attributes:
-        holders: all places where it holds the client: an object, and the name of its attribute.
+        holders: all places that hold the client: an object, and the name of its attribute.
     """
 
     name: str
@@ -177,7 +177,7 @@ class Caller:
 
     @property
     def max_tokens(self) -> int | None:
-        """How many tokens it may write, if its client says so."""
+        """The largest number of tokens of an answer, if the client has one."""
         config: dict[str, Any] = getattr(self.client, "_raw_config", {})
         return config.get("max_tokens") or config.get("max_completion_tokens")
 
@@ -189,7 +189,7 @@ class Caller:
 def find_callers(team: BaseGroupChat) -> list[Caller]:
     """Return the agents of a team, and of teams within it, that call a model.
 
-    Raises: PlanError if none does, two of them have one name, or one holds a client in a place
+    Raises: PlanError if there is none, two have the same name, or one holds a client in a place
         where it cannot be replaced.
     """
     callers = list(_callers_of(team))
@@ -229,7 +229,7 @@ def _held_clients(owner: Any) -> Iterator[tuple[tuple[Any, str], ChatCompletionC
 
 
 def _check_all_found(team: BaseGroupChat, callers: Sequence[Caller]) -> None:
-    """Check that agents hold no clients but those of ``callers``. Raises: PlanError if one does."""
+    """Check that agents hold only the clients of ``callers``. Raises: PlanError otherwise."""
     owners = {id(owner) for caller in callers for owner, _attribute in caller.holders}
     for member in team._participants:
         seen: set[int] = set()
@@ -261,9 +261,9 @@ def _contents(owner: Any) -> list[Any]:
 
 
 def limit_turns(team: BaseGroupChat, turns: int | None) -> None:
-    """Let a team end after this many turns; ``None`` leaves it as it is.
+    """Make a team end after this number of turns; ``None`` leaves it as it is.
 
-    Raises: PlanError if its course depends on what its agents say.
+    Raises: PlanError as :func:`check_plannable`.
     """
     if turns is not None:
         team._max_turns = turns
@@ -271,16 +271,16 @@ def limit_turns(team: BaseGroupChat, turns: int | None) -> None:
 
 
 def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
-    """Check that a team's course does not depend on what its agents say.
+    """Check that a team's course does not depend on its agents' words.
 
-    Modelled engines write words that mean nothing: no tool is called, no speaker is named, and no
-    condition on the text is met.
+    Modelled engines write words without meaning: they call no tool, name no speaker and meet no
+    condition on the text.
 
     Args:
-        within: the name of the member that the team is within; ``None`` for the user's team.
+        within: name of the member that contains the team; ``None`` for the user's team.
 
-    Raises: PlanError if someone is chosen by a model, a person is asked, an answer has to be
-        structured, or the team might never end.
+    Raises: PlanError if a model chooses speakers, a person is asked, an answer must be structured,
+        or the team might never end.
     """
     if not isinstance(team, RoundRobinGroupChat | GraphFlow):
         raise PlanError(
@@ -288,7 +288,8 @@ def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
             "and a modelled engine says nothing; give a RoundRobinGroupChat or GraphFlow with the "
             "turns that you expect"
         )
-    if not _ends(team):
+    is_acyclic = isinstance(team, GraphFlow) and not team._graph.get_has_cycles()
+    if team._max_turns is None and not is_acyclic:
         name = f"team {team.name}" if within is None else f"inner team of {within}"
         remedy = "give --max-turns N" if within is None else "give it max_turns in the file"
         raise PlanError(
@@ -307,9 +308,3 @@ def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
         inner = agent._team if isinstance(agent, SocietyOfMindAgent) else agent
         if isinstance(inner, BaseGroupChat):
             check_plannable(inner, agent.name)
-
-
-def _ends(team: BaseGroupChat) -> bool:
-    if team._max_turns is not None:
-        return True
-    return isinstance(team, GraphFlow) and not team._graph.get_has_cycles()

@@ -1,10 +1,10 @@
-"""Compare what a real model answers by prefills alone with what it decodes (MoE-Prefill §8.6).
+"""Compare a real model's answers by prefills alone with its decoded answers (MoE-Prefill §8.6).
 
-The texts are review snippets with the mean sentiment that people gave them (Hutto and Gilbert,
-2014): `amazonReviewSnippets_GroundTruth.txt` in `additional_resources/hutto_ICWSM_2014.tar.gz` of
-the source distribution of the package vaderSentiment 3.3.2. Nothing is downloaded; give the file.
-The same question is asked twice: the answers' probabilities are read from one prefill, and an
-answer is decoded greedily and searched for the first label.
+The texts are review snippets with people's mean sentiment (Hutto and Gilbert, 2014):
+`amazonReviewSnippets_GroundTruth.txt` in `additional_resources/hutto_ICWSM_2014.tar.gz` of the
+source distribution of the package vaderSentiment 3.3.2. Nothing is downloaded; give the file. Each
+question is asked twice: one prefill gives the answers' probabilities, and a greedily decoded answer
+is searched for its first label.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ LABELS = ("positive", "negative")
 WORDS = "Is this review positive or negative? Answer with one word."
 LETTERS = "A. positive\nB. negative\nAnswer with the letter of one option."
 _QUESTIONS = {"words": (WORDS, LABELS), "letters": (LETTERS, ("A", "B"))}
-# Snippets with a weaker mean sentiment (from -4 to 4) are neither.
-_CLEAR = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,11 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the model answers about one text.
+    """The model's answers about one text.
 
     Attributes:
-        scored: the likelier label by the prefill: 0 positive, 1 negative.
-        decoded: the label in the decoded answer; ``None`` if there is none.
+        right: the right label: 0 positive, 1 negative.
+        scored: the likelier label by the prefill.
         mass: the probability of both labels together.
     """
 
@@ -58,11 +56,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyRow:
-    """The figures of one question, as shares of the texts.
+    """A question's figures, as shares of the texts.
 
     Attributes:
         unread: decoded answers without a label, which count as wrong.
-        same: texts where both ways give the same label, of those with a decoded label.
+        same: texts with the same label both ways, among decoded answers with a label.
     """
 
     question: Annotated[str, Column("")]
@@ -91,21 +89,21 @@ async def _measure(report: Report) -> None:
 def read(file: Path) -> list[Snippet]:
     """Read snippets whose sentiment is clear.
 
-    Raises: ValueError if a line does not have an id, a number and a text, between tabs.
+    Raises: ValueError if a line is not an id, a number and a text, between tabs.
     """
     snippets: list[Snippet] = []
-    for number, line in enumerate(
-        file.read_text(encoding="utf-8", errors="replace").split("\n"), 1
-    ):
+    text = file.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            _, mean, text = line.split("\t", 2)
+            _, mean, snippet = line.split("\t", 2)
             sentiment = float(mean)
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: not an id, a number and a text") from error
-        if abs(sentiment) >= _CLEAR:
-            snippets.append(Snippet(text.strip(), sentiment > 0))
+        # Sentiments go from -4 to 4; weak ones are neither positive nor negative.
+        if abs(sentiment) >= 1:
+            snippets.append(Snippet(snippet.strip(), sentiment > 0))
     return snippets
 
 
@@ -117,12 +115,18 @@ async def _ask_all(
 
     async def ask(snippet: Snippet) -> Outcome:
         messages = [{"role": "user", "content": f"{snippet.text}\n\n{question}"}]
-        # A capital letter is as good an answer, so its probability counts, too.
+        # A capitalised label is as good an answer, so its probability counts too.
         spellings = {label: [*dict.fromkeys((label, label.capitalize()))] for label in labels}
         scores = await scorer.score(messages, [one for own in spellings.values() for one in own])
         known = dict(zip(scores.candidates, scores.probabilities, strict=True))
         shares = [sum(known[one] for one in spellings[label]) for label in labels]
-        decoded = await _decode(engine, messages, tokens)
+        settings: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": tokens,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+        async with engine.chat(messages, **settings) as deltas:
+            decoded = "".join([delta.text async for delta in deltas])
         return Outcome(
             right=0 if snippet.positive else 1,
             scored=shares.index(max(shares)),
@@ -133,26 +137,15 @@ async def _ask_all(
     return summarise(name, await run_concurrently(ask, snippets, limit=8))
 
 
-async def _decode(engine: EngineClient, messages: Sequence[dict[str, Any]], tokens: int) -> str:
-    settings: dict[str, Any] = {
-        "temperature": 0,
-        "max_tokens": tokens,
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    async with engine.chat(messages, **settings) as deltas:
-        return "".join([delta.text async for delta in deltas])
-
-
 def find_label(answer: str, labels: Sequence[str]) -> int | None:
-    """Return which label comes first in an answer as a word of its own; ``None`` if none does."""
-    # A letter is a label only as a capital, since "a" is also an article.
+    """Return the label that comes first in an answer as a whole word; ``None`` without one."""
+    # A one-letter label must be a capital, since "a" is also an article.
     flags = re.IGNORECASE if all(len(label) > 1 for label in labels) else re.NOFLAG
     found = re.search(rf"\b({'|'.join(labels)})\b", answer, flags)
     return [label.lower() for label in labels].index(found[1].lower()) if found else None
 
 
 def summarise(question: str, outcomes: Sequence[Outcome]) -> AccuracyRow:
-    """Return the figures of one question."""
     count = len(outcomes)
     read_answers = [one for one in outcomes if one.decoded is not None]
     return AccuracyRow(
@@ -171,10 +164,8 @@ main = command(
     __doc__,
     _measure,
     [Role(OURS, plugin=True)],
-    (
-        Option("file", Path, about="the file of snippets"),
-        Option("--texts", positive, 300, "the most texts"),
-        Option("--tokens", positive, 8, "decoded tokens of an answer"),
-        Option("--model", Path, about="folder of the model for an engine made here"),
-    ),
+    Option("file", Path, about="the file of snippets"),
+    Option("--texts", positive, 300, "the most texts"),
+    Option("--tokens", positive, 8, "decoded tokens of an answer"),
+    Option("--model", Path, about="folder of the model for an engine made here"),
 )

@@ -1,11 +1,10 @@
 """Measure throughput with experts on the device and in host memory (MoE-Prefill §4).
 
-The same prompts are prefilled in forwards of several sizes, by an engine with its experts on the
-device and by one that copies them there, layer by layer. The longer a forward, the more of the
-copying is hidden; the rest is exposed. Each batch is one forward, and each prompt is answered with
-one token. A third engine has its experts on the device and keeps no KV (§6.3); the second table
-shows how much memory that saves. A running engine with SGLang's own ``--cpu-offload-gb``, which
-needs a GPU, can be compared, too.
+One engine has its experts on the device, and one copies them there layer by layer. Both prefill the
+same prompts, in forwards of several sizes. A longer forward hides more of the copying; the rest is
+exposed. Each batch is one forward, with one token as answer to each prompt. A third engine keeps no
+KV (§6.3); the second table shows the memory that this saves. A running engine with SGLang's own
+``--cpu-offload-gb``, which needs a GPU, can be compared too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Annotated
 
 import anyio
 
-from flashmoa.engine import EngineClient, KvState
+from flashmoa.engine import EngineClient
 from flashmoa.errors import EngineError
 from flashmoa.router.flops import UnknownShape, true_flops
 from flashmoa_bench.harness.command_line import Option, command, positive
@@ -48,19 +46,17 @@ ROLES = (
 _OFFLOAD = Role(
     "cpu_offload", plugin=True, arguments=("--cpu-offload-gb", _NO_GRAPHS), optional=True
 )
-_COMPARED_TOKENS = 64
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
-    """The figures of forwards of one size on one engine; seconds are medians over rounds.
+    """An engine's figures for forwards of a size; seconds are medians over rounds.
 
     Attributes:
-        of_resident: throughput over that with the experts on the device.
-        exposed: seconds that the forward takes longer than with the experts on the device.
-        teraflops: teraFLOPs per second; ``None`` if the model's shape is unknown.
-        mfu: ``teraflops`` over the device's peak; ``None`` if that is not given.
+        of_resident: throughput over the throughput with experts on the device.
+        exposed: additional seconds over the forward with experts on the device.
+        teraflops, mfu: per second, and over the peak; ``None`` if the shape or peak is unknown.
     """
 
     tokens: Annotated[int, Column("tokens", "{:,}")]
@@ -78,10 +74,8 @@ class EngineMemory:
     """The memory that one engine takes for a model, in bytes.
 
     Attributes:
-        device_experts, host_experts: experts on the device and in host memory; ``None`` if that is
-            not known.
+        device_experts, host_experts: experts on the device and in host memory; ``None`` if unknown.
         misses: how often a layer waited for experts that were not being copied.
-        kv: the KV pool.
     """
 
     way: Annotated[str, Column("")]
@@ -101,14 +95,29 @@ def _check(options: argparse.Namespace) -> str | None:
 
 
 async def _measure(report: Report) -> None:
-    options = report.options
+    options, dice = report.options, random.Random(report.options.seed)
     most = max(options.tokens)
     sizes = ("--chunked-prefill-size", str(most), "--max-prefill-tokens", str(most))
     options.engine_arguments = [*sizes, *options.engine_arguments]
     roles = (*ROLES, _OFFLOAD) if options.cpu_offload_url else ROLES
     async with report.connect(roles, 2 * most) as engines:
         differences = await _compare_logprobs(engines, random.Random(options.seed))
-        seconds = await _play_all(engines, report)
+
+        async def run(way: str, size: int) -> float:
+            await engines[way].flush_cache()
+            prompts = make_batch(size, options.prompt, dice)
+            started = time.perf_counter()
+            answers = await ask_batch(engines[way], prompts)
+            return max(answer.first for answer in answers) - started
+
+        ways = list(engines.clients)
+        seconds: Seconds = {way: {} for way in ways}
+        total = len(ways) * len(options.tokens)
+        with RoundPlayer(report.console, options.repeats, total) as player:
+            for size in options.tokens:
+                rounds = await player.play(ways, partial(run, size=size), f"{size} tokens")
+                for way, each in rounds.items():
+                    seconds[way][size] = each
         memory = await _fetch_memory(engines)
         config = await _find_config(engines[RESIDENT])
     rows = summarise(seconds, options, config)
@@ -116,23 +125,15 @@ async def _measure(report: Report) -> None:
     report.show("Memory, MiB", memory)
     for way, difference in differences.items():
         report.console.print(f"{way}'s log-probabilities differ by {difference:.1e} at most.")
-    report.save(
-        {
-            "rows": rows,
-            "memory": memory,
-            "logprobs_apart": differences,
-            "seconds": seconds,
-        },
-    )
+    report.save({"rows": rows, "memory": memory, "logprobs_apart": differences, "seconds": seconds})
 
 
 async def _compare_logprobs(engines: Engines, dice: random.Random) -> dict[str, float]:
-    """Return how far one prompt's log-probabilities are from those of the first engine, at most."""
-    prompt, rest = random_ids(dice, _COMPARED_TOKENS), random_ids(dice, _COMPARED_TOKENS)
+    """Return each engine's largest difference from the first engine's log-probabilities."""
+    ids = random_ids(dice, 128)
     logprobs: dict[str, list[float]] = {}
     for way, client in engines.clients.items():
-        ids, start = [*prompt, *rest], len(prompt) - 1
-        meta = await prefill(client, ids, logprob_start_len=start)
+        meta = await prefill(client, ids, logprob_start_len=63)
         logprobs[way] = [logprob for logprob, *_ in meta["input_token_logprobs"][1:]]
     expected = logprobs.pop(RESIDENT)
     return {
@@ -154,56 +155,28 @@ def _prompt_lengths(tokens: int, prompt: int) -> list[int]:
 Seconds = dict[str, dict[int, list[float]]]
 
 
-async def _play_all(engines: Engines, report: Report) -> Seconds:
-    options, dice = report.options, random.Random(report.options.seed)
-    ways = list(engines.clients)
-    sizes: list[int] = options.tokens
-    seconds: Seconds = {way: {} for way in ways}
-
-    async def run(way: str, size: int) -> float:
-        return await _run_batch(engines[way], make_batch(size, options.prompt, dice))
-
-    with RoundPlayer(report.console, options.repeats, len(ways) * len(sizes)) as player:
-        for size in sizes:
-            rounds = await player.play(ways, partial(run, size=size), f"{size} tokens")
-            for way, each in rounds.items():
-                seconds[way][size] = each
-    return seconds
-
-
-async def _run_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the seconds until the last prompt of a batch has its first token."""
-    await engine.flush_cache()
-    started = time.perf_counter()
-    answers = await ask_batch(engine, prompts)
-    return max(answer.first for answer in answers) - started
-
-
 async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
     """Return each engine's memory.
 
-    An engine that copies no experts does not report them: it has all of them on the device, unless
+    An engine that copies no experts does not report them. All its experts are on the device, unless
     SGLang offloads some.
     """
     ranks = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
     reported = [rank.experts for rank in ranks.values() if rank.experts is not None]
     whole = next((experts.resident + experts.on_host for experts in reported), None)
-    return [_memory_of(way, rank, whole) for way, rank in ranks.items()]
-
-
-def _memory_of(way: str, rank: KvState, whole: int | None) -> EngineMemory:
-    if rank.experts is None:
-        # SGLang does not tell which weights --cpu-offload-gb has moved to the host.
+    rows: list[EngineMemory] = []
+    for way, rank in ranks.items():
+        experts = rank.experts
+        if experts is not None:
+            on_device = experts.resident + experts.in_slots
+            rows.append(
+                EngineMemory(way, on_device, experts.on_host, experts.misses, rank.kv_bytes)
+            )
+            continue
+        # SGLang does not report which weights --cpu-offload-gb has moved to the host.
         known = (None, None) if way == _OFFLOAD.name else (whole, 0)
-        return EngineMemory(way, *known, 0, rank.kv_bytes)
-    experts = rank.experts
-    return EngineMemory(
-        way,
-        experts.resident + experts.in_slots,
-        experts.on_host,
-        experts.misses,
-        rank.kv_bytes,
-    )
+        rows.append(EngineMemory(way, *known, 0, rank.kv_bytes))
+    return rows
 
 
 async def _find_config(engine: EngineClient) -> Path | None:
@@ -215,7 +188,7 @@ async def _find_config(engine: EngineClient) -> Path | None:
 def summarise(
     seconds: Seconds, options: argparse.Namespace, config: Path | None
 ) -> list[ForwardRow]:
-    """Return the rows by size, the engine with its experts on the device first."""
+    """Return the rows by size; the engine with experts on the device comes first."""
     rows: list[ForwardRow] = []
     for size in options.tokens:
         base = median(seconds[RESIDENT][size])
@@ -240,7 +213,7 @@ def summarise(
 
 
 def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
-    """Return the FLOPs of one batch; ``None`` if the model's shape is unknown.
+    """Return a batch's FLOPs; ``None`` if the model's shape is unknown.
 
     Raises: EngineError if the file is not a model's configuration.
     """
@@ -260,11 +233,9 @@ main = command(
     __doc__,
     _measure,
     (*ROLES, _OFFLOAD),
-    (
-        Option("--tokens", positive, [256, 1024, 4096], "tokens of a forward"),
-        Option("--prompt", positive, 1024, "tokens of each prompt"),
-        Option("--peak-tflops", float, None, "peak of the device, for the MFU"),
-    ),
+    Option("--tokens", positive, [256, 1024, 4096], "tokens of a forward"),
+    Option("--prompt", positive, 1024, "tokens of each prompt"),
+    Option("--peak-tflops", float, None, "peak of the device, for the MFU"),
     check=_check,
     defaults={"shape": "experts"},
 )

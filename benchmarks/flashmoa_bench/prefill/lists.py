@@ -1,11 +1,11 @@
 """Measure one request with a list of items: stock SGLang's /v1/score, FlashMoA's, and embeddings.
 
-Each item is a prompt that begins with the query, which the engines should compute once. Stock
-SGLang does so only in later forwards, so how large its forwards are decides how much it computes:
-several sizes are measured (--stock-forwards), and the fastest is what FlashMoA is compared with.
-FlashMoA gets the list in one request and, for comparison, in a request for each item. As a reranker
-by embeddings would, one way embeds the query and each item by itself, which is less to compute, and
-knows less. A cross-encoder of the same size has a score in place of a next token.
+Each item's prompt begins with the query, which an engine should compute once. Stock SGLang shares
+the query only between forwards, so the size of its forwards decides how much it computes. Stock
+engines of several sizes are measured (--stock-forwards), and FlashMoA is compared with the fastest.
+FlashMoA gets the list in one request and, for comparison, each item in a request of its own. Like a
+reranker, one way embeds the query and each item separately: less work, and less knowledge. A
+cross-encoder of the same size returns a score instead of a next token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import httpx
 
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive
-from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 
 STOCK, OURS, SINGLE = "stock", "flashmoa", "flashmoa-single"
 EMBEDDING, CROSS_ENCODER = "embedding", "cross_encoder"
-_LABELS = [1000, 1001]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,9 @@ class ListAnswer:
     """The answer to one list.
 
     Attributes:
-        seconds: until all results were there.
-        first: seconds until the first result was there.
-        scores: the items' scores; ``None`` of a model that gives others.
-        computed: number of prompt tokens that were computed; ``None`` if the engine does not tell.
+        seconds, first: time until the last and the first result.
+        scores: the items' scores; ``None`` from a model with another kind of scores.
+        computed: number of computed prompt tokens; ``None`` if the engine does not report it.
     """
 
     seconds: float
@@ -51,9 +49,7 @@ class ListAnswer:
 async def ask_list(
     http: httpx.AsyncClient, url: str, way: str, body: Mapping[str, Any]
 ) -> ListAnswer:
-    """Ask an engine in one of the ways, such as ``SINGLE``.
-
-    Args: body: the ``query`` and the ``items``, in token ids.
+    """Ask an engine in one way, such as ``SINGLE``; ``body`` has ``query`` and ``items`` as ids.
 
     Raises: httpx.HTTPError if it does not answer.
     """
@@ -63,7 +59,7 @@ async def ask_list(
         (await http.post(f"{url}/v1/embeddings", json=texts)).raise_for_status()
         seconds = clock.now() - started
         return ListAnswer(seconds, seconds, None, sum(map(len, texts["input"])))
-    request = {**body, "label_token_ids": _LABELS}
+    request = {**body, "label_token_ids": [1000, 1001]}
     if way == SINGLE:
         return await _ask_one_by_one(http, url, request, started)
     reply = await http.post(f"{url}/v1/score", json=request)
@@ -76,7 +72,7 @@ async def ask_list(
 async def _ask_one_by_one(
     http: httpx.AsyncClient, url: str, request: Mapping[str, Any], started: float
 ) -> ListAnswer:
-    """Ask for each item by a request of its own, all at once."""
+    """Ask for each item in a request of its own, all at once."""
     done: list[float] = []
 
     async def ask(item: Any) -> Any:
@@ -101,20 +97,17 @@ ROLES = (
     Role(EMBEDDING, plugin=False, arguments=("--is-embedding",), optional=True),
 )
 _CROSS_ENCODER = Role(CROSS_ENCODER, plugin=False, optional=True)
-_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ListRow:
-    """The figures of one way and one length of lists; medians over rounds.
+    """One way's figures for lists of a length; medians over rounds.
 
     Attributes:
-        rounds: seconds of each round.
-        gain: items a second over those of the fastest of the stock engines.
-        bound: seconds that an engine with the plugin has measured for a forward of one prompt with
-            as many tokens as the query and all items have (:func:`forward_seconds`).
-        difference: the largest difference of a score from stock SGLang's; ``None`` of a model
-            that gives other scores.
+        gain: items per second over the fastest stock engine's.
+        bound: measured seconds of a single forward with the query and each item once.
+        difference: largest difference of a score from stock SGLang's; ``None`` from a model with
+            another kind of scores.
     """
 
     way: Annotated[str, Column("")]
@@ -130,61 +123,58 @@ class ListRow:
 
 
 async def _measure(report: Report) -> None:
-    options = report.options
-    tokens = options.query + 2 * max(options.items) * options.item
-    # With a request for each item, a list needs as many connections. SGLang closes a connection
-    # that was idle for five seconds.
+    options, dice = report.options, random.Random(report.options.seed)
+    rows: list[ListRow] = []
+    # Requests for single items need a connection each. SGLang closes a connection that is idle for
+    # five seconds.
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-    timeout = clock.machine_seconds(_TIMEOUT_SECONDS)
+    timeout = clock.machine_seconds(600)
+    pool = 2 * (options.query + 2 * max(options.items) * options.item)
     async with (
-        report.connect(_make_roles(options), 2 * tokens) as engines,
+        report.connect(_make_roles(options), pool) as engines,
         httpx.AsyncClient(timeout=timeout, limits=limits) as http,
     ):
-        rows = await _play_all(engines, http, report)
+        costs = (await engines[OURS].info()).costs
+        ways = [
+            way for name in engines.clients for way in ((SINGLE, OURS) if name == OURS else (name,))
+        ]
+        with RoundPlayer(report.console, options.repeats, len(ways) * len(options.items)) as player:
+            for count in options.items:
+                # All ways of a round get the same list, so that their scores can be compared.
+                lists = [_make_list(dice, options, count) for _ in range(options.repeats + 1)]
+                asked = dict.fromkeys(ways, 0)
+
+                async def run(way: str, lists: Any = lists, asked: Any = asked) -> ListAnswer:
+                    engine = engines[OURS if way == SINGLE else way]
+                    await engine.flush_cache()
+                    body = lists[asked[way]]
+                    asked[way] += 1
+                    return await ask_list(http, engine.url, way, body)
+
+                answers = await player.play(ways, run, f"{count} items")
+                tokens = options.query + count * options.item
+                bound = forward_seconds(costs.points if costs else [], tokens)
+                rows += summarise(count, answers, bound)
     report.show("One request with a list of items", rows)
     report.save({"rows": rows})
 
 
 def _make_roles(options: argparse.Namespace) -> list[Role]:
     stock, ours, embedding = ROLES
-    roles = [stock, *map(_stock_with_forwards, options.stock_forwards), ours]
+    sized = [
+        Role(
+            f"{STOCK}_{tokens}",
+            plugin=False,
+            arguments=("--chunked-prefill-size", str(tokens)),
+            optional=True,
+        )
+        for tokens in options.stock_forwards
+    ]
+    roles = [stock, *sized, ours]
     if not options.device:
         shape = f"{options.shape}_{CROSS_ENCODER}"
         roles += (embedding, replace(_CROSS_ENCODER, shape=shape))
     return roles
-
-
-def _stock_with_forwards(tokens: int) -> Role:
-    arguments = ("--chunked-prefill-size", str(tokens))
-    return Role(f"{STOCK}_{tokens}", plugin=False, arguments=arguments, optional=True)
-
-
-async def _play_all(engines: Engines, http: httpx.AsyncClient, report: Report) -> list[ListRow]:
-    options, dice = report.options, random.Random(report.options.seed)
-    costs = (await engines[OURS].info()).costs
-    ways: list[str] = []
-    for name in engines.clients:
-        ways += (SINGLE, OURS) if name == OURS else (name,)
-    rows: list[ListRow] = []
-    with RoundPlayer(report.console, options.repeats, len(ways) * len(options.items)) as player:
-        for count in options.items:
-            # All ways of a round have one list, so that their scores can be compared.
-            lists = [_make_list(dice, options, count) for _ in range(options.repeats + 1)]
-            asked = dict.fromkeys(ways, 0)
-
-            async def run(way: str, lists: Any = lists, asked: Any = asked) -> ListAnswer:
-                engine = engines[OURS if way == SINGLE else way]
-                await engine.flush_cache()
-                body = lists[asked[way]]
-                asked[way] += 1
-                return await ask_list(http, engine.url, way, body)
-
-            answers = await player.play(ways, run, f"{count} items")
-            unique = options.query + count * options.item
-            rows += summarise(
-                count, answers, forward_seconds(costs.points if costs else [], unique)
-            )
-    return rows
 
 
 def _make_list(dice: random.Random, options: argparse.Namespace, count: int) -> dict[str, Any]:
@@ -193,9 +183,9 @@ def _make_list(dice: random.Random, options: argparse.Namespace, count: int) -> 
 
 
 def forward_seconds(points: Sequence[tuple[int, float]], tokens: int) -> float | None:
-    """Return the seconds of a forward, on a straight line between measured (tokens, seconds).
+    """Interpolate the seconds of a forward linearly between measured (tokens, seconds).
 
-    Returns: ``None`` if fewer than two were measured.
+    Returns: ``None`` with fewer than two measurements.
     """
     if len(points) < 2:
         return None
@@ -207,7 +197,7 @@ def forward_seconds(points: Sequence[tuple[int, float]], tokens: int) -> float |
 def summarise(
     items: int, answers: Mapping[str, Sequence[ListAnswer]], bound: float | None
 ) -> list[ListRow]:
-    """Return a row for each way; ``answers`` are in the order of the rounds."""
+    """Return a row for each way, given its answers in the order of the rounds."""
     stock = answers[STOCK]
     base = min(
         median(answer.seconds for answer in rounds)
@@ -251,16 +241,14 @@ main = command(
     __doc__,
     _measure,
     (*ROLES, _CROSS_ENCODER),
-    (
-        Option("--items", positive, [1, 8, 32, 128], "items of a list"),
-        Option(
-            "--stock-forwards",
-            positive,
-            [512, 1024, 2048],
-            "tokens of the largest forward of further stock engines",
-            count="*",
-        ),
-        Option("--query", positive, 64, "tokens of the query"),
-        Option("--item", positive, 64, "tokens of each item"),
+    Option("--items", positive, [1, 8, 32, 128], "items of a list"),
+    Option(
+        "--stock-forwards",
+        positive,
+        [512, 1024, 2048],
+        "tokens of the largest forward of further stock engines",
+        count="*",
     ),
+    Option("--query", positive, 64, "tokens of the query"),
+    Option("--item", positive, 64, "tokens of each item"),
 )

@@ -17,7 +17,9 @@ from flashmoa.engine import EngineClient
 from flashmoa.scoring import Scorer
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.report import Column
+from flashmoa_bench.harness.requests import TOKEN_IDS
 from flashmoa_bench.harness.rounds import percentile, run_concurrently
+from flashmoa_bench.prefill.mix import MixPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,11 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """The answer to a request.
+    """The answer to a request; ``token`` is the likeliest first token.
 
     Attributes:
-        token: the likeliest first token.
         logprob: natural logarithm of its probability; ``None`` if the engine does not report it.
-        seconds: time from sending the request to its answer.
+        seconds: time from the request to its answer.
     """
 
     token: int
@@ -48,91 +49,79 @@ class PrefillAnswer:
 SendFunction = Callable[[PrefillRequest], Awaitable[PrefillAnswer]]
 
 
+def to_requests(prompts: Sequence[MixPrompt]) -> list[PrefillRequest]:
+    """Return a mix's requests with token ids that every vocabulary has."""
+    return [
+        PrefillRequest(prompt.name, [TOKEN_IDS[token % len(TOKEN_IDS)] for token in prompt.tokens])
+        for prompt in prompts
+    ]
+
+
 class _Generated(BaseModel):
     meta_info: dict[str, Any]
     output_ids: list[int] = []
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSender:
-    """Asks SGLang for one greedy token, as it is asked without FlashMoA.
+def token_sender(engine: EngineClient, *, logprobs: bool = False) -> SendFunction:
+    """Make a function that asks SGLang for one greedy token, as without FlashMoA."""
 
-    Args: logprobs: whether to ask for the token's log-probability, too.
-    """
-
-    engine: EngineClient
-    logprobs: bool = False
-
-    async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
+    async def send(request: PrefillRequest) -> PrefillAnswer:
         sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-        body = {
-            "input_ids": request.ids,
-            "sampling_params": sampling,
-            "return_logprob": self.logprobs,
-        }
-        answer = await self.engine.ask("POST", "/generate", _Generated, body)
-        meta = answer.meta_info
-        logprob = meta["output_token_logprobs"][0][0] if self.logprobs else None
-        return PrefillAnswer(
-            answer.output_ids[0], logprob, meta["prompt_tokens"], meta["cached_tokens"]
-        )
+        body = {"input_ids": request.ids, "sampling_params": sampling, "return_logprob": logprobs}
+        answer = await engine.ask("POST", "/generate", _Generated, body)
+        meta, token = answer.meta_info, answer.output_ids[0]
+        logprob = meta["output_token_logprobs"][0][0] if logprobs else None
+        return PrefillAnswer(token, logprob, meta["prompt_tokens"], meta["cached_tokens"])
+
+    return send
 
 
 async def prefill(engine: EngineClient, ids: Sequence[int], **fields: Any) -> Mapping[str, Any]:
-    """Ask any SGLang for log-probabilities, which ``fields`` name, by a prefill alone.
+    """Ask any SGLang for the log-probabilities that ``fields`` name, by a prefill alone.
 
     Returns: SGLang's ``meta_info``.
     """
-    # If another request of the batch decodes, SGLang applies each request's temperature.
+    # If another request of the batch decodes, SGLang applies every request's temperature.
     sampling = {"max_new_tokens": 0, "temperature": 1.0}
     body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **fields}
     return (await engine.ask("POST", "/generate", _Generated, body)).meta_info
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSender:
-    """Asks any SGLang, or a router before it, for the likelier of two candidates.
+def prefill_sender(engine: EngineClient, likeliest: Mapping[str, int]) -> SendFunction:
+    """Make a function that asks any SGLang, or a router, like :func:`score_sender`."""
 
-    Args: likeliest: as for :class:`ScoreSender`.
-    """
-
-    engine: EngineClient
-    likeliest: Mapping[str, int]
-
-    async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
-        candidates = _candidates(self.likeliest[request.name])
-        meta = await prefill(self.engine, request.ids, token_ids_logprob=candidates)
+    async def send(request: PrefillRequest) -> PrefillAnswer:
+        candidates = _candidates(likeliest[request.name])
+        meta = await prefill(engine, request.ids, token_ids_logprob=candidates)
         found = {token: logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
         best = max(candidates, key=lambda token: found[token])
         prompt, cached = meta["prompt_tokens"], meta["cached_tokens"]
         return PrefillAnswer(best, found[candidates[0]], prompt, cached)
+
+    return send
 
 
 def _candidates(likeliest: int) -> list[int]:
     return [likeliest, likeliest - 1 if likeliest else 1]
 
 
-class ScoreSender:
-    """Asks :mod:`flashmoa.scoring` for the likelier of two candidates.
+def score_sender(engine: EngineClient, likeliest: Mapping[str, int]) -> SendFunction:
+    """Make a function that asks :mod:`flashmoa.scoring` for the likelier of two candidates.
 
     Args:
-        likeliest: the likeliest first token of each request, by its name. It is the first
-            candidate.
+        likeliest: each request's likeliest first token, by name. It is the first candidate.
     """
+    # play() limits the number of requests at once.
+    scorer = Scorer(engine, concurrency=len(likeliest))
 
-    def __init__(self, engine: EngineClient, likeliest: Mapping[str, int]) -> None:
-        # play() limits how many requests are sent at once.
-        self._scorer = Scorer(engine, concurrency=len(likeliest))
-        self._likeliest = likeliest
-
-    async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
-        candidates = _candidates(self._likeliest[request.name])
-        scores = await self._scorer.score(request.ids, [[token] for token in candidates])
-        place = scores.logprobs.index(max(scores.logprobs))
+    async def send(request: PrefillRequest) -> PrefillAnswer:
+        candidates = _candidates(likeliest[request.name])
+        scores = await scorer.score(request.ids, [[token] for token in candidates])
+        best = candidates[scores.logprobs.index(max(scores.logprobs))]
         usage = scores.usage
-        return PrefillAnswer(
-            candidates[place], scores.logprobs[0], usage.prompt_tokens, usage.cached_tokens
-        )
+        return PrefillAnswer(best, scores.logprobs[0], usage.prompt_tokens, usage.cached_tokens)
+
+    return send
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +158,7 @@ async def play(
 
 
 def unique_tokens(requests: Sequence[PrefillRequest]) -> int:
-    """Return the tokens of a radix tree with all prompts, the least that has to be computed."""
+    """Return the fewest tokens to compute: the tokens of a radix tree with all prompts."""
     prompts = sorted(request.ids for request in requests)
     shared = sum(_common_length(before, after) for before, after in pairwise(prompts))
     return sum(map(len, prompts)) - shared
@@ -185,9 +174,8 @@ class Agreement:
     """Compares answers with the expected ones.
 
     Attributes:
-        answers: number of answers.
-        same: number of them with the same likeliest token.
-        logprob: largest difference of a log-probability, of those that engines report.
+        same: number of answers with the same likeliest token.
+        logprob: largest difference between reported log-probabilities.
     """
 
     answers: int
@@ -200,7 +188,7 @@ class Agreement:
 
 
 def agreement(expected: Mapping[str, PrefillAnswer], passes: Sequence[PrefillPass]) -> Agreement:
-    """Compare all answers in ``passes`` with those in ``expected``, by their names."""
+    """Compare all answers in ``passes`` with the expected answers of the same name."""
     pairs = [(expected[name], answer) for each in passes for name, answer in each.answers.items()]
     differences = [
         abs(known.logprob - answer.logprob)
@@ -216,15 +204,13 @@ def agreement(expected: Mapping[str, PrefillAnswer], passes: Sequence[PrefillPas
 
 @dataclass(frozen=True, slots=True)
 class PassRow:
-    """The figures of one way; medians over rounds.
+    """One way's figures; medians over rounds.
 
     Attributes:
-        seconds: time until everything was answered.
-        rounds: that time in each round.
-        computed: number of prompt tokens that were computed.
-        duplicates: ``computed`` over the number of unique prompt tokens.
+        seconds: time until everything was answered; ``rounds`` has it for each round.
+        duplicates: ``computed`` prompt tokens over the number of unique prompt tokens.
         p50, p99: percentiles of a request's seconds, over all rounds.
-        gain: throughput over that of the reference.
+        gain: throughput over the reference's throughput.
     """
 
     way: Annotated[str, Column("")]
@@ -249,8 +235,8 @@ def summarise(
     """Summarise each way's passes.
 
     Args:
-        reference: the way that others are compared with.
-        unique: number of tokens of all prompts, each shared one counted once.
+        reference: the way to compare with.
+        unique: the result of :func:`unique_tokens`.
     """
     base = median_seconds(passes[reference])
     rows: list[PassRow] = []

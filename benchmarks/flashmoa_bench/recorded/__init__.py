@@ -1,7 +1,6 @@
-"""Read how long recorded answers of real models are, how much they agree, and how agents go on.
+"""Read the lengths and similarities of real models' answers, and the turns of coding agents.
 
-``answers.json`` and ``coding_agents.json`` have statistics of what was published, and none of the
-text.
+``answers.json`` and ``coding_agents.json`` have statistics of published records, without texts.
 """
 
 from __future__ import annotations
@@ -14,24 +13,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-# In the order of their parameters; Faster-MoA has a 4B, an 8B and a 32B model.
+# By parameters; Faster-MoA has a 4B, an 8B and a 32B model.
 SIZES = ("small", "medium", "large")
 FILE = Path(__file__).parent / "answers.json"
 AGENTS_FILE = Path(__file__).parent / "coding_agents.json"
-# In the file similarities are whole numbers.
-_SIMILARITY_SCALE = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedQuestion:
-    """One question, and the answers to it of models of several sizes.
+    """One question, and recorded answers of models of several sizes.
 
     Attributes:
         number: place of the question in its published set, from 0.
-        prompt: number of the question's tokens.
-        lengths: numbers of the answers' tokens, by size.
-        similarities: similarity of two answers, in [0, 1], by their places among all of them, in
-            the order of ``lengths``; the smaller place comes first.
+        prompt, lengths: tokens of the question, and of the answers by size.
+        similarities: similarity of two answers, in [0, 1], by their indices among all answers in
+            the order of ``lengths``; the smaller index comes first.
     """
 
     number: int
@@ -45,9 +41,9 @@ class RecordedQuestion:
         return lengths[draw % len(lengths)]
 
     def similarity(self, one: tuple[str, int], other: tuple[str, int]) -> float:
-        """Return how similar two answers are, each given by its size and its draw.
+        """Return the similarity of two answers, each given by its size and its draw.
 
-        Of an answer and itself, it is the mean of all, as if the model had been asked twice.
+        For twice the same answer, it is the mean of all, as if the model had been asked twice.
         """
         first, last = sorted((self._place(*one), self._place(*other)))
         if first == last:
@@ -62,12 +58,7 @@ class RecordedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSet:
-    """A published set of answers.
-
-    Attributes:
-        source: who published it, and where.
-        models: whose answers they are, by size.
-    """
+    """A published set of answers, by models of several sizes."""
 
     source: str
     models: Mapping[str, Sequence[str]]
@@ -75,13 +66,13 @@ class RecordedSet:
 
 
 def unpack(row: Sequence[Any], models: Mapping[str, Sequence[str]]) -> RecordedQuestion:
-    """Return a question from its number, prompt, lengths and similarities, as the file has them."""
+    """Return a question from a row of the file: number, prompt, lengths and similarities."""
     number, prompt, lengths, similarities = row
     remaining = iter(lengths)
     by_size = {size: [next(remaining) for _ in names] for size, names in models.items()}
     places = range(len(lengths))
     pairs = [(first, last) for first in places for last in places if first < last]
-    scaled = (similarity / _SIMILARITY_SCALE for similarity in similarities)
+    scaled = (similarity / 1000 for similarity in similarities)
     return RecordedQuestion(number, prompt, by_size, dict(zip(pairs, scaled, strict=True)))
 
 
@@ -102,8 +93,7 @@ def load_recorded() -> Mapping[str, RecordedSet]:
 def spread(questions: Sequence[RecordedQuestion], count: int) -> list[RecordedQuestion]:
     """Return ``count`` questions whose longest answers are spread evenly, from short to long.
 
-    A few questions chosen so stand for all of them better than a few that are drawn. Questions come
-    in an order in which the first ones are spread, too.
+    They stand for all questions better than a random draw. The first ones are spread evenly too.
     """
     ordered = sorted(
         questions, key=lambda each: (max(map(max, each.lengths.values())), each.number)
@@ -114,7 +104,7 @@ def spread(questions: Sequence[RecordedQuestion], count: int) -> list[RecordedQu
 
 
 def _from_the_middle(count: int) -> list[int]:
-    """Return the numbers below ``count``, the middle first, then the middles of the halves."""
+    """Return the numbers below ``count``: the middle, then the middles of the halves, and so on."""
     order: list[int] = []
     spans = [(0, count)]
     for begin, end in spans:  # Grows while it is read.
@@ -131,8 +121,8 @@ class RecordedTurn:
 
     Attributes:
         prompt, answer: numbers of tokens.
-        result: number of tokens by which the next prompt is longer than these two together.
-        gap: seconds from the answer to the next request, in which tools run.
+        result: tokens that the next prompt adds to this prompt and answer.
+        gap: seconds from the answer to the next request, while tools run.
     """
 
     prompt: int
@@ -143,7 +133,7 @@ class RecordedTurn:
 
 @cache
 def load_agents() -> Sequence[Sequence[RecordedTurn]]:
-    """Return the turns of recorded coding agents, from the one with the fewest on."""
+    """Return the turns of recorded coding agents; the agent with the fewest turns comes first."""
     agents: list[list[RecordedTurn]] = []
     for agent in json.loads(AGENTS_FILE.read_text())["agents"]:
         turns: list[list[int]] = agent["turns"]

@@ -1,8 +1,8 @@
 """Write recorded coding agents as a trace that SGLang's own benchmark replays.
 
-``python -m flashmoa_bench.recorded.trace TOKENIZER_FOLDER FILE`` writes what ``--dataset-name
-agentic-trace`` of ``sglang.benchmark.serving`` reads: the first prompt and the results of tools,
-as long as recorded, in words drawn at random. The answers are the engine's.
+``python -m flashmoa_bench.recorded.trace TOKENIZER_FOLDER FILE`` writes a file for ``--dataset-name
+agentic-trace`` of ``sglang.benchmark.serving``: first prompts and tools' results, in random
+words, with the recorded lengths. The engine writes the answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = re.compile(r"[Ġ▁]([a-z]{2,12})")
 def conversation(
     turns: Sequence[RecordedTurn], words: Sequence[str], dice: random.Random
 ) -> list[dict[str, Any]]:
-    """Return an agent's turns: what each adds to the answer before, one token for each word."""
+    """Return an agent's turns: the text that each adds, with one token for each word."""
     added = [turns[0].prompt, *(turn.result for turn in turns[:-1])]
     texts = [" ".join(dice.choices(words, k=max(1, tokens))) for tokens in added]
     return [
@@ -35,12 +35,12 @@ def conversation(
 
 
 def single_tokens(vocabulary: Iterable[str]) -> list[str]:
-    """Return the words that are one token each behind a space."""
+    """Return the words that are one token each after a space."""
     return sorted(match[1] for token in vocabulary if (match := _WORD.fullmatch(token)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the trace of as many agents as are wanted, each in words of its own."""
+    """Write the trace of ``--agents`` agents, each in words of its own."""
     from tokenizers import Tokenizer
 
     parser = ArgumentParser(description=__doc__, prog="flashmoa_bench.recorded.trace")

@@ -1,11 +1,10 @@
 """Measure routers before modelled engines (MoE-Prefill §7, §8.2, Table 2).
 
-The requests of one mix are scored over N engines with FlashMoA's plugin: with the engines in turn,
-behind sglang-router and smg (if they are installed), behind FlashMoA's router with the rule of
-NVIDIA Dynamo's, and with its own. The engines publish KV events. Every cell, one router and one
-seed, has a new router and empty caches.
+N engines with FlashMoA's plugin score a mix's requests: taking turns, behind sglang-router
+and smg (if installed), and behind FlashMoA's router. The engines publish KV events. Every cell, one
+router and one seed, has a new router and empty caches.
 
-With --resume, what the file of --json has is not measured again.
+With --resume, cells in the file of --json are not measured again.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from flashmoa_bench.harness import routers
 from flashmoa_bench.harness.command_line import RESUME, Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Column, Report
-from flashmoa_bench.harness.requests import FIRST_ID, ID_COUNT
 from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells, percentile
 from flashmoa_bench.prefill.mix import MIXES
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
     PrefillRequest,
-    PrefillSender,
     play,
+    prefill_sender,
+    to_requests,
     unique_tokens,
 )
 
 IN_TURN = "round_robin"
-# Qwen3-30B-A3B.
+# Shape of Qwen3-30B-A3B.
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 48,
     "hidden_size": 2048,
@@ -47,22 +46,14 @@ SHAPE: dict[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-# Most tokens of a forward, and tokens of an engine's cache.
-_BATCH_TOKENS, _KV_TOKENS = 8192, 776_000
 ROLES = (Role("engine_1", plugin=True, core=0), Role("engine_2", plugin=True, core=1))
-# Options in which a run may differ from the earlier one that it goes on with.
+# Options that may differ between a run and the run that it resumes.
 _FREE = ("seeds", "routers")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCell:
-    """What one router took for the requests of one seed.
-
-    Attributes:
-        tokens, computed, unique: prompt tokens; those of them that the engines computed; the fewest
-            that they could compute.
-        p50, p99: percentiles of a request's seconds.
-    """
+    """One router's figures for one seed; ``unique`` is the fewest tokens to compute."""
 
     router: str
     seed: int
@@ -78,14 +69,14 @@ async def _measure_all(report: Report) -> None:
     options = report.options
     cells = measured_cells(report, MeasuredCell, _FREE)
     found: dict[Key, MeasuredCell] = {(cell.router, cell.seed): cell for cell in cells}
-    async with report.connect(make_roles(options), _KV_TOKENS) as engines:
+    async with report.connect(make_roles(options), 776_000) as engines:
         todo = {
             (router, seed): partial(_measure, engines, router, seed, options)
             for seed in options.seeds
             for router in options.routers
             if (router, seed) not in found
         }
-        if todo:  # Processes that have not served anything are slow at first.
+        if todo:  # A new process is slow at first.
             await _play(engines, IN_TURN, make_requests(options, -1)[:200], options)
         await measure_cells(todo, found, report)
     report.show("Measured on modelled engines", summarise(list(found.values())), left=("router",))
@@ -94,8 +85,7 @@ async def _measure_all(report: Report) -> None:
 
 def make_roles(options: argparse.Namespace) -> list[Role]:
     """Return the engines, on two cores in turn."""
-    tokens = str(_BATCH_TOKENS)
-    sizes = ("--chunked-prefill-size", tokens, "--max-prefill-tokens", tokens)
+    sizes = ("--chunked-prefill-size", "8192", "--max-prefill-tokens", "8192")
     return [
         Role(
             f"engine_{number + 1}",
@@ -113,11 +103,7 @@ def _make_event_config() -> str:
 
 
 def make_requests(options: argparse.Namespace, seed: int) -> list[PrefillRequest]:
-    """Return the requests of the mix with the token ids of a tiny model."""
-    return [
-        PrefillRequest(prompt.name, [FIRST_ID + token % ID_COUNT for token in prompt.tokens])
-        for prompt in MIXES[options.mix].prompts(seed, options.share)
-    ]
+    return to_requests(MIXES[options.mix].prompts(seed, options.share))
 
 
 async def _measure(
@@ -145,22 +131,22 @@ async def _play(
     clients = list(engines.clients.values())
     for engine in clients:
         await engine.flush_cache()
-    # Which answers are scored does not matter here.
+    # Any two candidates will do.
     likeliest = {request.name: 0 for request in requests}
     limit = options.concurrency * len(clients)
     if router == IN_TURN:
-        return await play([PrefillSender(each, likeliest) for each in clients], requests, limit)
+        return await play([prefill_sender(each, likeliest) for each in clients], requests, limit)
     urls = [engine.url for engine in clients]
     async with (
         routers.start_router(router, urls, SHAPE) as url,
         EngineClient(url) as client,
     ):
-        return await play([PrefillSender(client, likeliest)], requests, limit)
+        return await play([prefill_sender(client, likeliest)], requests, limit)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterRow:
-    """The medians of one router over the seeds; ``gain`` is over taking turns with the same."""
+    """One router's medians over seeds; ``gain`` is over taking turns with the same seed."""
 
     router: Annotated[str, Column("router")]
     seeds: Annotated[int, Column("seeds")]
@@ -172,7 +158,6 @@ class RouterRow:
 
 
 def summarise(cells: Sequence[MeasuredCell]) -> list[RouterRow]:
-    """Return a row for each router."""
     base = {cell.seed: cell.seconds for cell in cells if cell.router == IN_TURN}
     rows: list[RouterRow] = []
     for router in dict.fromkeys(cell.router for cell in cells):
@@ -198,15 +183,13 @@ main = command(
     __doc__,
     _measure_all,
     ROLES,
-    (
-        Option("--mix", str, "table-2", "%(default)s", choices=tuple(MIXES)),
-        Option("--engines", positive, 8, "number (%(default)s)"),
-        Option("--seeds", int, [0], "of the requests (0)"),
-        Option("--share", float, 1.0, "part of the mix's requests (%(default)g)"),
-        Option("--routers", str, _ROUTERS, "by default all", choices=_ROUTERS),
-        Option("--concurrency", positive, 64, "requests at a time, per engine (64)"),
-        RESUME,
-    ),
+    Option("--mix", str, "table-2", "%(default)s", choices=tuple(MIXES)),
+    Option("--engines", positive, 8, "number (%(default)s)"),
+    Option("--seeds", int, [0], "of the requests (0)"),
+    Option("--share", float, 1.0, "part of the mix's requests (%(default)g)"),
+    Option("--routers", str, _ROUTERS, "by default all", choices=_ROUTERS),
+    Option("--concurrency", positive, 64, "requests at a time, per engine (64)"),
+    RESUME,
     repeats=False,
     defaults={
         "shape": "test",

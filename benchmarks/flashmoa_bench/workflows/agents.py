@@ -1,7 +1,7 @@
 """Build the agents of FlashAgents' three workflows: a chain, mapreduce and slides (§6.2, 6.3).
 
-They are the agents of ``examples/``. There each workflow is a complete program for users to copy;
-this package is installed without the examples, and has the agents in the form to be measured.
+In ``examples/``, the same workflows are complete programs. This package is installed without the
+examples, so it has its own agents.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LAYOUTS = ("Title and Content", "Section Header", "Content with Caption")
 _ANALYST = f"You read papers and outline talks. The outline has {SLIDES} lines, one for each slide."
 _WRITER = "You write slides of a talk about the paper above: a heading, then three points."
 _DESIGNER = f"You choose the layout of each slide of a talk: {', '.join(_LAYOUTS)}."
-# Regular expressions that even an untrained model's answers match.
+# Even an untrained model's answers match these regular expressions.
 _NUMBER = re.compile(r"\d+\. ")
 _LINE = r"[^\x00-\x1f]{12,40}"
 _OUTLINE = "".join(rf"{number}\. {_LINE}\n" for number in range(1, SLIDES + 1))
@@ -57,14 +57,14 @@ _CHOICES = "".join(rf"{number}\. ({'|'.join(_LAYOUTS)})\n" for number in range(1
 
 
 def chain(small: Client, large: Client) -> RoundRobinGroupChat:
-    """Build a chain of four travel agents, of which only the last one uses the large model."""
+    """Build a chain of four travel agents. Only the last agent uses the large model."""
     guide = GUIDE.read_text()
     agents: list[ChatAgent | Team] = [
         AssistantAgent(
             name,
             model_client=large if name == "summary" else small,
             system_message=f"{guide}\n\n{role}",
-            model_client_stream=True,  # When its first token comes is seen in a stream alone.
+            model_client_stream=True,  # Only a stream shows when the first token comes.
         )
         for name, role in TRAVEL_AGENTS.items()
     ]
@@ -75,7 +75,7 @@ def mapreduce(small: Client, large: Client, *, sequential: bool = False) -> Grap
     """Build a team of three reviewers and a meta-reviewer, which uses the large model.
 
     Args:
-        sequential: whether the reviewers run one after the other.
+        sequential: whether the reviewers run one after another.
     """
     paper = PAPER.read_text()
     reviewers = [
@@ -103,7 +103,7 @@ def _make_agent(name: str, client: Client, prompt: str) -> AssistantAgent:
 def _filter_messages(agent: AssistantAgent, sources: Sequence[str]) -> MessageFilterAgent:
     """Show an agent the task, then one message of each source, always in this order.
 
-    The first review can then be streamed into the meta-reviewer's prompt while it is written.
+    So the first review can stream into the meta-reviewer's prompt.
     """
     filters = [
         PerSourceFilter(source=source, position="last", count=1) for source in ("user", *sources)
@@ -117,8 +117,8 @@ async def slides(
     """Write a talk about the paper: an outline, twelve slides at once, a layout for each.
 
     Args:
-        eager: whether a slide is begun when its point of the outline is complete. All frameworks
-            wait for the whole outline.
+        eager: whether a slide begins when its point of the outline is complete. Frameworks wait for
+            the whole outline.
 
     Returns: the slides' texts.
     """

@@ -1,7 +1,7 @@
 """Measure chain, mapreduce and slides (FlashAgents §6.2 and 6.3, Figure 7), one and eight at once.
 
-They run on two engines, one with a small model and one with a larger one, with stock SGLang and
-with the plugin. Each way of running them adds one technique to the way before it.
+They run on two engines, with a small and a larger model, on stock SGLang and with the plugin. Each
+way of running them adds one technique to the previous way.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WAYS: dict[WorkflowWay, str] = {
     "sequential": "stock SGLang, one agent at a time",
     "unlinked": "stock SGLang, agents side by side where they do not need each other",
     "shared": "the same with the plugin, no links: requests that share a prefix compute it once",
-    "warmed": "what is known of a prompt is prefilled before its request comes",
-    "linked": "the text of the agents before it, too, as they write it",
-    "eager": "a slide is begun when its point of the outline is complete, not when all are",
+    "warmed": "the known part of a prompt is prefilled before its request comes",
+    "linked": "the text of earlier agents too, while they write it",
+    "eager": "a slide begins when its point of the outline is complete, not the whole outline",
 }
 STOCK: Collection[WorkflowWay] = ("sequential", "unlinked")
-# What part of a prompt is prefilled ahead of its request.
+# Part of a prompt that is prefilled ahead of its request.
 _AHEAD: dict[WorkflowWay, Ahead] = {
     "sequential": "nothing",
     "unlinked": "nothing",
@@ -54,27 +54,22 @@ _AHEAD: dict[WorkflowWay, Ahead] = {
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """The clients of the small model's engine and of the larger one's."""
+    """The clients of the small and the larger model's engine."""
 
     small: FlashMoAChatCompletionClient
     large: FlashMoAChatCompletionClient
 
     async def flush(self) -> None:
-        """Empty both engines' caches."""
         await self.small.engine.flush_cache()
         await self.large.engine.flush_cache()
 
     async def close(self) -> None:
-        """Close both clients."""
         await self.small.close()
         await self.large.close()
 
 
 def greedy_client(url: str, model: str, tokens: int) -> FlashMoAChatCompletionClient:
-    """Make a client whose answers can be compared token for token.
-
-    Each answer has ``tokens`` tokens, at temperature 0.
-    """
+    """Make a client whose answers have ``tokens`` tokens and can be compared token for token."""
     return FlashMoAChatCompletionClient(
         model=model,
         base_url=url,
@@ -86,14 +81,11 @@ def greedy_client(url: str, model: str, tokens: int) -> FlashMoAChatCompletionCl
 
 @dataclass(frozen=True, slots=True)
 class WorkflowRun:
-    """The times and texts of one copy of a workflow.
+    """One copy's answers by agent, and its times in seconds.
 
     Attributes:
-        seconds: time from the copy's start to its last token.
-        response: seconds from the end of the last upstream answer to the end of the workflow.
-        decoding: seconds of the critical path without what linking can save; see
-            :func:`decoding_seconds`.
-        texts: the agents' answers, by the agents' names.
+        response: time from the end of the last upstream answer to the workflow's end.
+        decoding: see :func:`decoding_seconds`.
     """
 
     seconds: float
@@ -107,10 +99,9 @@ class AgentWorkflow:
     """A workflow that can be played.
 
     Attributes:
-        ways: ways in which it can be played.
-        upstream: names of the agents that the last ones wait for.
-        paper: FlashAgents' latency over that of its baseline, by number of copies.
-        run: plays the copy of this number, which differs from the others, and reports its events.
+        upstream: names of the agents whose answers the last agents read.
+        paper: FlashAgents' latency over its baseline's, by number of copies.
+        run: plays the copy with a number, which makes it differ, and reports its events.
     """
 
     name: str
@@ -134,13 +125,12 @@ async def _run_mapreduce(clients: Clients, way: WorkflowWay, copy: int, listener
 async def _run_team(
     team: BaseGroupChat, task: str, way: WorkflowWay, copy: int, listener: Listener
 ) -> None:
-    """Run a team whose task has the copy's number."""
     async with link(team, ahead=_AHEAD[way], listener=listener):
         await team.run(task=f"{task} This is request {copy}.")
 
 
 async def _run_slides(clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
-    """Run the workflow of slides (FlashAgents §6.3), which uses the plain API."""
+    """Run the workflow of slides, which uses the plain API."""
     small, large = clients.small.engine, clients.large.engine
     async with Workflow(small, ahead=_AHEAD[way], listener=listener) as flow:
         topic = f"for engineers, number {copy}"
@@ -175,24 +165,17 @@ async def play(
         events: list[Event] = []
         started = time.time()
         await workflow.run(clients, way, copy, events.append)
-        return _summarise_run(events, started, workflow.upstream)
+        finished = [event for event in events if isinstance(event, CallFinished)]
+        ended = max(event.at for event in finished)
+        handed_over = max(event.at for event in finished if event.agent in workflow.upstream)
+        return WorkflowRun(
+            seconds=clock.seconds_of(ended - started),
+            response=clock.seconds_of(ended - handed_over),
+            decoding=clock.seconds_of(decoding_seconds(calls(events), started)),
+            texts={event.agent: event.text for event in finished},
+        )
 
     return await run_concurrently(run, range(copies))
-
-
-def _summarise_run(
-    events: Sequence[Event], started: float, upstream: Collection[str]
-) -> WorkflowRun:
-    finished = [event for event in events if isinstance(event, CallFinished)]
-    ended = max(event.at for event in finished)
-    handed_over = max(event.at for event in finished if event.agent in upstream)
-    texts = {event.agent: event.text for event in finished}
-    return WorkflowRun(
-        clock.seconds_of(ended - started),
-        clock.seconds_of(ended - handed_over),
-        clock.seconds_of(decoding_seconds(calls(events), started)),
-        texts,
-    )
 
 
 ROLES = (
@@ -201,25 +184,18 @@ ROLES = (
     Role("stock_small", plugin=False, shape="small", core=0, optional=True),
     Role("stock_large", plugin=False, shape="large", core=1, optional=True),
 )
-# Every copy has room, even if the copies share nothing.
-_POOL = 60_000
-
-# The runs of a round's copies, by way and round.
+# The runs of each round's copies, by way and round.
 WorkflowRounds = Mapping[WorkflowWay, Sequence[Sequence[WorkflowRun]]]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkflowRow:
-    """The figures of one way, in seconds; medians over rounds of the mean over copies.
+    """One way's figures, in seconds; medians over rounds of the mean over copies.
 
     Attributes:
-        seconds: time from a copy's start to its last token.
-        over_unlinked, over_sequential: over those of these ways; ``None`` if they are not measured.
-        paper: FlashAgents' latency over its baseline's; ``None`` if the paper does not have it.
-        response: time from the last token that the last agents had to wait for to their own last.
-        least: time in which the agents on the critical path decode, in the way in which they
-            decode fastest: no linking can be faster.
-        same: share of the texts that are the same as in the first round of the first way.
+        over_unlinked, over_sequential: ``seconds`` over these ways'; ``None`` if not measured.
+        paper: FlashAgents' latency over its baseline's; ``None`` if the paper has none.
+        least: decode time of the critical path, in the way that decodes fastest.
     """
 
     workflow: Annotated[str, Column("workflow")]
@@ -235,20 +211,47 @@ class WorkflowRow:
 
 
 async def _measure(report: Report) -> None:
+    options, rows = report.options, list[WorkflowRow]()
     async with (
-        report.connect(ROLES, _POOL, [GUIDE, PAPER]) as engines,
+        # Every copy has room in this pool, even if the copies share nothing.
+        report.connect(ROLES, 60_000, [GUIDE, PAPER]) as engines,
         AsyncExitStack() as stack,
     ):
-        clients = _make_clients(engines, report.options.tokens)
+        clients = _make_clients(engines, options.tokens)
         for pair in clients.values():
             stack.push_async_callback(pair.close)
-        rows = await _play_all(clients, report)
-    show(rows, report)
+        grid: list[tuple[AgentWorkflow, int, list[WorkflowWay]]] = [
+            (workflow, copies, [way for way in workflow.ways if (way not in STOCK) in clients])
+            for workflow in agent_workflows()
+            if workflow.name in options.workflows
+            for copies in options.copies or workflow.paper
+        ]
+
+        async def run(way: WorkflowWay, workflow: AgentWorkflow, copies: int) -> list[WorkflowRun]:
+            return await play(workflow, clients[way not in STOCK], way, copies)
+
+        total = sum(len(ways) for _workflow, _copies, ways in grid)
+        with RoundPlayer(report.console, options.repeats, total) as player:
+            for workflow, copies, ways in grid:
+                play_once = partial(run, workflow=workflow, copies=copies)
+                label = f"{workflow.name}, {copies} at once:"
+                rows += _make_rows(workflow, copies, await player.play(ways, play_once, label))
+    played = {row.way for row in rows}
+    report.show(
+        "End to end, seconds",
+        rows,
+        "".join(f"  {way}: {about}\n" for way, about in WAYS.items() if way in played)
+        + "  response: from the last token that the last agents waited for to their own.\n"
+        "  least: what the agents on the critical path decode; no linking can be faster.\n"
+        "  paper: FlashAgents, Figure 7, over a baseline that runs one agent at a time.\n"
+        "  same texts: as in the first round of the first way.",
+        left=("workflow", "way"),
+    )
     report.save({"rows": rows})
 
 
 def _make_clients(engines: Engines, tokens: int) -> dict[bool, Clients]:
-    """Return the clients by whether their engines have the plugin."""
+    """Return the clients, by whether their engines have the plugin."""
 
     def make_pair(small: str, large: str) -> Clients:
         urls = (engines[name].url for name in (small, large))
@@ -258,28 +261,6 @@ def _make_clients(engines: Engines, tokens: int) -> dict[bool, Clients]:
     if "stock_small" in engines and "stock_large" in engines:
         clients[False] = make_pair("stock_small", "stock_large")
     return clients
-
-
-async def _play_all(clients: Mapping[bool, Clients], report: Report) -> list[WorkflowRow]:
-    options = report.options
-    grid: list[tuple[AgentWorkflow, int, list[WorkflowWay]]] = [
-        (workflow, copies, [way for way in workflow.ways if (way not in STOCK) in clients])
-        for workflow in agent_workflows()
-        if workflow.name in options.workflows
-        for copies in options.copies or workflow.paper
-    ]
-
-    async def run(way: WorkflowWay, workflow: AgentWorkflow, copies: int) -> list[WorkflowRun]:
-        return await play(workflow, clients[way not in STOCK], way, copies)
-
-    rows: list[WorkflowRow] = []
-    total = sum(len(ways) for _workflow, _copies, ways in grid)
-    with RoundPlayer(report.console, options.repeats, total) as player:
-        for workflow, copies, ways in grid:
-            play_once = partial(run, workflow=workflow, copies=copies)
-            label = f"{workflow.name}, {copies} at once:"
-            rows += _make_rows(workflow, copies, await player.play(ways, play_once, label))
-    return rows
 
 
 def _make_rows(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> list[WorkflowRow]:
@@ -315,30 +296,13 @@ def _make_rows(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> 
     ]
 
 
-def show(rows: Sequence[WorkflowRow], report: Report) -> None:
-    """Print the table, and explain its columns."""
-    played = {row.way for row in rows}
-    report.show(
-        "End to end, seconds",
-        rows,
-        "".join(f"  {way}: {about}\n" for way, about in WAYS.items() if way in played)
-        + "  response: from the last token that the last agents waited for to their own.\n"
-        "  least: what the agents on the critical path decode; no linking can be faster.\n"
-        "  paper: FlashAgents, Figure 7, over a baseline that runs one agent at a time.\n"
-        "  same texts: as in the first round of the first way.",
-        left=("workflow", "way"),
-    )
-
-
 _NAMES = [workflow.name for workflow in agent_workflows()]
 main = command(
     "workflows",
     __doc__,
     _measure,
     ROLES,
-    (
-        Option("--workflows", str, _NAMES, "by default all", choices=_NAMES),
-        Option("--copies", positive, None, "at once; by default as in the paper", count="+"),
-        Option("--tokens", positive, 48, "that an agent of a team writes"),
-    ),
+    Option("--workflows", str, _NAMES, "by default all", choices=_NAMES),
+    Option("--copies", positive, None, "at once; by default as in the paper", count="+"),
+    Option("--tokens", positive, 48, "that an agent of a team writes"),
 )

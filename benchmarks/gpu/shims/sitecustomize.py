@@ -1,12 +1,12 @@
-"""Lets SGLang 0.5.12 run on CUDA without IPython, flashinfer and the kernels that it compiles.
+"""Lets SGLang 0.5.12 run on CUDA without IPython, flashinfer and runtime compilation.
 
-Python imports this module at the start of every process whose PYTHONPATH has this folder, so that
-all processes of an engine have it. A module of SGLang is patched right after somebody has imported
-it. The kernels that SGLang compiles at first use, which takes minutes, are replaced by those of
-sgl_kernel and by torch; with FLASHMOA_GPU_KERNELS=compiled they are not.
+Python imports this module at the start of every process with this folder in PYTHONPATH, so in all
+processes of an engine. It patches a module of SGLang right after its import. sgl_kernel and torch
+replace the kernels that SGLang compiles at first use, which takes minutes. With
+FLASHMOA_GPU_KERNELS=compiled, SGLang compiles them.
 """
 
-# SGLang, its kernels and what they take are not known where types are checked.
+# Type checkers do not find SGLang and its kernels.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownLambdaType=false
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
 
-# Dummy weights are uniform in this range. SGLang's own are so small that answers hardly depend on
-# the prompt, so that any two of them would be equal.
+# Dummy weights are uniform within this distance from 0. SGLang's own are so small that all answers
+# would be equal.
 WEIGHTS = 0.03
 
 
@@ -35,7 +35,7 @@ def replace_activation(module: Any) -> None:
 
             if out is None:
                 out = hidden.new_empty(*hidden.shape[:-1], hidden.shape[-1] // 2)
-            # Rows of experts that are elsewhere are computed, too; nobody reads them.
+            # This also computes rows of experts elsewhere, which nobody reads.
             getattr(sgl_kernel, kernel)(hidden, out)
             return out
 
@@ -49,7 +49,7 @@ def replace_activation(module: Any) -> None:
 
 
 def replace_rope(module: Any) -> None:
-    """Take rotary embeddings from sgl_kernel, which wants their table in the queries' type."""
+    """Take rotary embeddings from sgl_kernel, which needs their table in the queries' type."""
     tables: dict[tuple[int, Any], Any] = {}
 
     def rotate(
@@ -89,12 +89,12 @@ def store_rows(cache: Any, places: Any, values: Any) -> None:
 
 
 def replace_clamp(module: Any) -> None:
-    """Compute the places of decoded tokens by torch."""
+    """Compute the positions of decoded tokens by torch."""
     module.clamp_position_cuda = lambda seq_lens: (seq_lens - 1).clamp(min=0)
 
 
 def replace_resolve(module: Any) -> None:
-    """Put the tokens of the step before in the place of negative numbers by torch."""
+    """Replace negative numbers by the previous step's tokens, by torch."""
 
     def resolve(input_ids: Any, future_token_ids_map: Any) -> None:
         import torch
@@ -106,18 +106,17 @@ def replace_resolve(module: Any) -> None:
 
 
 def switch_off(module: Any) -> None:
-    """Say that a fused kernel cannot be used, for which SGLang has another way."""
+    """Report that a fused kernel cannot be used, so that SGLang computes otherwise."""
     for name in dir(module):
         if name.startswith("can_use_"):
             setattr(module, name, lambda *_args, **_options: False)
 
 
 def replace_weights(module: Any) -> None:
-    """Make dummy weights of a size at which answers depend on the whole prompt.
+    """Make dummy weights that are large enough for answers to depend on the whole prompt.
 
-    They are the same in every engine of a model, wherever it keeps them, since the GPU makes all.
-    It takes seconds for those in host memory, too, for which one core would take minutes. Norms
-    are 1.
+    The GPU makes all weights, even of experts in host memory. So every engine of a model has the
+    same weights, and a CPU core would take minutes instead of seconds. Norms are 1.
     """
 
     def initialize(model: Any, low: float = 0, high: float = 0, seed: int = 1234) -> None:
@@ -147,12 +146,12 @@ _KERNELS: dict[str, Callable[[Any], None]] = {
     "sglang.jit_kernel.norm": switch_off,
     "sglang.jit_kernel.fused_qknorm_rope": switch_off,
 }
-# What patches a module of SGLang, by the module's name.
+# Functions that patch a module of SGLang, by the module's name.
 PATCHES = {
     "sglang.srt.model_loader.weight_utils": replace_weights,
     **(_KERNELS if os.environ.get("FLASHMOA_GPU_KERNELS") != "compiled" else {}),
 }
-# The names that SGLang imports at start and does not use in what is measured here, by module.
+# Names that SGLang imports at start and these checks do not need, by module.
 STUBS = {
     "IPython": (),
     "IPython.display": ("HTML", "display"),
@@ -175,13 +174,13 @@ class _Stub:
 
 
 class _Patcher:
-    """Finds modules as Python does, and has those in ``PATCHES`` patched once they have run."""
+    """Finds modules as Python does, and patches the modules in ``PATCHES`` after their import."""
 
     @staticmethod
     def find_spec(name: str, _path: Any = None, _target: Any = None) -> Any:
         if name in STUBS:
             return ModuleSpec(name, cast("Any", _Stub), is_package=True)
-        # Taken out, so that the search below does not come here again.
+        # Without this name in PATCHES, the search below does not come here again.
         patch = PATCHES.pop(name, None)
         spec = importlib.util.find_spec(name) if patch is not None else None
         if patch is None or spec is None or spec.loader is None:

@@ -31,12 +31,12 @@ SECONDS = {
 }
 
 
-def test_a_batch_has_exactly_the_given_number_of_tokens() -> None:
+def test_a_batch_has_exactly_its_tokens() -> None:
     assert [len(ids) for ids in make_batch(150, 64, random.Random(0))] == [64, 64, 22]
     assert [len(ids) for ids in make_batch(64, 1000, random.Random(0))] == [64]
 
 
-def test_exposed_seconds_are_those_that_copying_adds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exposed_seconds_are_added_by_copying(capsys: pytest.CaptureFixture[str]) -> None:
     rows = summarise(SECONDS, OPTIONS, QWEN)
     assert [(row.tokens, row.way, row.exposed) for row in rows] == [
         (100, RESIDENT, 0.0),
@@ -56,7 +56,7 @@ def test_exposed_seconds_are_those_that_copying_adds(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.anyio
-async def test_it_is_not_known_where_sglang_has_put_experts() -> None:
+async def test_sglangs_offloaded_experts_are_unknown() -> None:
     def engine(**kv: Any) -> Any:
         async def info() -> Any:
             return SimpleNamespace(kv=[SimpleNamespace(**{"experts": None, "kv_bytes": 7, **kv})])

@@ -22,7 +22,7 @@ def test_the_help_of_flashmoa_mentions_bench(
     assert "flashmoa bench NAME" in printed and "flashmoa plan FILE" in printed
 
 
-def test_an_unknown_benchmark_is_reported_with_the_list_of_benchmarks(
+def test_an_unknown_benchmark_lists_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert bench(["speed"]) == 2
@@ -63,7 +63,7 @@ def test_what_cannot_be_measured_is_refused(
 
 
 @pytest.mark.parametrize(("name", "run"), [("bench", bench), ("plan", plan)])
-def test_commands_without_their_package_report_how_to_install_it(
+def test_commands_without_their_package_say_so(
     name: str,
     run: Callable[[Sequence[str]], int],
     monkeypatch: pytest.MonkeyPatch,

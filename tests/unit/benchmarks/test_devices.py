@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import argparse
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_bench.devices import check
-from flashmoa_bench.devices.check import (
-    Compared,
-    Row,
-    choose_rows,
-    measured_rows,
-    play_rows,
-    show,
-    slowdown_differences,
-)
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import (
-    MachineTooSlow,
     check_keeps_up,
     common_slowdown,
     counted_since,
     device_environment,
 )
-from flashmoa_bench.harness.report import Report
-from rich.console import Console
 
 from flashmoa.errors import EngineError
 
@@ -38,7 +24,8 @@ def parse(*argv: str) -> argparse.Namespace:
     return make_parser("any", None, [Role("flashmoa", plugin=True)]).parse_args(argv)
 
 
-def test_engines_are_on_the_device_of_the_command_line() -> None:
+def test_engines_are_on_the_given_device() -> None:
+    assert device_environment(parse(), "flashmoa") == {}
     arguments = parse("--device", "h200_sxm", "--device-tp", "2", "--device-slowdown", "4")
     assert device_environment(arguments, "flashmoa") == {
         "FLASHMOA_DEVICE": "h200_sxm",
@@ -47,10 +34,6 @@ def test_engines_are_on_the_device_of_the_command_line() -> None:
         "FLASHMOA_DEVICE_SLOWDOWN": "4.0",
         "FLASHMOA_DEVICE_WEIGHTS": "bfloat16",
     }
-
-
-def test_without_a_device_engines_are_on_this_cpu() -> None:
-    assert device_environment(parse(), "flashmoa") == {}
 
 
 def test_every_engine_can_have_a_model_of_its_own() -> None:
@@ -70,7 +53,7 @@ def test_every_engine_can_have_a_model_of_its_own() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_clock_of_a_slowed_down_gpu_runs_in_its_time() -> None:
+async def test_the_clock_runs_in_a_slow_gpus_time() -> None:
     with clock.slowed_down(4):
         before, started = clock.now(), time.perf_counter()
         await clock.sleep_until(before + 0.01)
@@ -80,7 +63,7 @@ async def test_the_clock_of_a_slowed_down_gpu_runs_in_its_time() -> None:
     assert clock.seconds_of(8.0) == 8.0
 
 
-def test_engines_that_are_compared_are_slowed_down_alike() -> None:
+def test_compared_engines_are_slowed_down_alike() -> None:
     assert common_slowdown({}) == 1
     assert common_slowdown({"one": device(0), "two": device(0)}) == 2
     with pytest.raises(EngineError, match="by different factors"):
@@ -99,84 +82,13 @@ def device(overrun: float) -> dict[str, Any]:
     }
 
 
-def test_a_run_that_overran_is_refused_and_a_slowdown_proposed() -> None:
+def test_an_overrun_run_is_refused_with_a_slowdown() -> None:
     check_keeps_up({"one": device(0.1), "two": device(0.0)}, "--device-slowdown")
-    with pytest.raises(MachineTooSlow, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
+    with pytest.raises(EngineError, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
         check_keeps_up({"one": device(0.1), "two": device(0.3)}, "--device-slowdown")
 
 
-def test_what_an_engine_computed_before_the_run_does_not_count() -> None:
+def test_forwards_before_a_run_do_not_count() -> None:
     during = counted_since(device(0.5), device(0.6) | {"device_seconds": 30.0, "forwards": 150})
     assert (during["forwards"], during["overruns"], during["device_seconds"]) == (50, 0, 20.0)
     check_keeps_up({"one": during}, "--device-slowdown")
-
-
-def test_rows_are_spread_over_what_was_measured() -> None:
-    rows = measured_rows()
-    chosen = choose_rows(rows, "Qwen/Qwen3-32B", 8)
-    assert {row.tensor_parallel for row in chosen} == {1, 2, 4, 8}
-    assert len(choose_rows(rows, "Qwen/Qwen3-32B", 1000)) == 84
-    assert all(row.gpu == "h100_sxm" and 0 < row.tpot < row.ttft for row in chosen)
-    llama = choose_rows(rows, "meta-llama/Llama-3.1-8B-Instruct", 1000)
-    assert {(row.gpu, row.weights) for row in llama} == {("h200_sxm", "fp8_block")}
-    with pytest.raises(
-        ValueError, match=r"no measured rows of 'GPT'; there are rows of .*Qwen3-32B"
-    ):
-        choose_rows(rows, "GPT", 1)
-
-
-@pytest.mark.anyio
-async def test_each_client_sends_three_requests_one_after_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[int] = []
-
-    async def answer(_http: Any, prompt: list[int], tokens: int) -> SimpleNamespace:
-        assert len(prompt) == 64
-        asked.append(tokens)
-        now = time.perf_counter()
-        return SimpleNamespace(first=now, last=now + 7)
-
-    monkeypatch.setattr(check, "ask", answer)
-    row = Row("any", "h200_sxm", 1, clients=4, prompt=64, answer=8, ttft=1.0, tpot=1.0)
-    _, tpot = await check.load(SimpleNamespace(url="http://127.0.0.1:1"), row)
-    assert asked == [8] * 12
-    assert tpot == pytest.approx(1)
-
-
-@pytest.mark.anyio
-async def test_only_rows_for_which_the_machine_is_too_slow_are_left_out() -> None:
-    slow, good = choose_rows(measured_rows(), "Qwen/Qwen3-32B", 2)
-    failures: dict[Row, EngineError] = {slow: MachineTooSlow("too slow")}
-
-    async def play(row: Row, slowdown: float) -> Compared:
-        if row in failures:
-            raise failures[row]
-        return Compared(row, 1.0, 0.1, slowdown, overrun=0.0)
-
-    compared, left_out = await play_rows([slow, good], [1.0, 2.0], play, Console())
-    assert [(each.row, each.slowdown) for each in compared] == [(good, 1.0), (good, 2.0)]
-    assert left_out == [slow.name]
-    failures[good] = EngineError("the engine crashed")
-    with pytest.raises(EngineError, match="crashed"):
-        await play_rows([slow, good], [1.0], play, Console())
-
-
-def test_the_table_says_the_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    row = choose_rows(measured_rows(), "Qwen/Qwen3-32B", 1)[0]
-    compared = Compared(row, ttft=1.1 * row.ttft, tpot=0.8 * row.tpot, slowdown=2.0, overrun=0.0)
-    show([compared], Report("device_check", argparse.Namespace(json=None)))
-    text = capsys.readouterr().out
-    assert "+10%" in text and "-20%" in text
-    assert "between the slowdowns" not in text
-    assert "TPOT: error -20% in the median, 20% without its sign, 20% at most" in text
-
-
-def test_slowdowns_of_a_row_are_compared_with_each_other() -> None:
-    rows = choose_rows(measured_rows(), "Qwen/Qwen3-32B", 2)
-    runs = [
-        Compared(row, ttft, 0.1, slowdown, overrun=0.0)
-        for row, times in zip(rows, ((1.0, 1.02), (3.0, 2.0)), strict=True)
-        for slowdown, ttft in enumerate(times, 1)
-    ]
-    assert slowdown_differences(runs) == {"TTFT": 0.5, "TPOT": 0.0}

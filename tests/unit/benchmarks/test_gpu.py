@@ -39,16 +39,21 @@ def load(name: str) -> ModuleType:
     return module
 
 
+def make_run(folder: Path, started: Any = None) -> Run:
+    options: Any = SimpleNamespace(budget=100, out=folder, cpu=True, offload=1)
+    return Run(options, started, (folder, folder), CPU_SIZES, time.perf_counter())
+
+
 @pytest.fixture
 def shims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module that Python imports at the start of an engine, which no import finds here."""
+    """Return the module that Python imports at an engine's start, which no import finds here."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     return load("shims/sitecustomize")
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Engines that start in none of these ways; each try is noted as (engine, way)."""
+    """Fake engines; some fail to start. Return the tries so far as (engine, way)."""
     tried: list[tuple[str, str]] = []
     fails = {("plugin", "best"), ("broken", "best"), ("broken", "modest")}
 
@@ -77,7 +82,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_does_not_start_is_started_in_the_next_way(
+async def test_a_failed_engine_starts_in_the_next_way(
     launches: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     async with gpu_engines(WAYS, tmp_path) as started:
@@ -86,7 +91,7 @@ async def test_an_engine_that_does_not_start_is_started_in_the_next_way(
         first, second = started.starts
         assert first.problem is not None and "the end of its log" in first.problem
         assert second.problem is None and second.settings == {"measures": True}
-        # What did not work for one is not tried with others, and what runs already is kept.
+        # Other engines skip the way that failed, and running engines stay.
         await started.use({"plugin": Wanted(tmp_path, True), "stock": Wanted(tmp_path, False)})
         assert launches[3:] == [("stock", "modest")]
         await started.use({"stock": Wanted(tmp_path, False)})
@@ -95,7 +100,7 @@ async def test_an_engine_that_does_not_start_is_started_in_the_next_way(
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_starts_in_no_way_is_not_tried_again(
+async def test_an_engine_that_fails_always_stays_off(
     launches: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     async with gpu_engines(WAYS, tmp_path) as started:
@@ -111,10 +116,10 @@ async def test_an_engine_that_starts_in_no_way_is_not_tried_again(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("measures", [True, False])
-async def test_an_engine_is_asked_once_it_has_measured_its_costs(
+async def test_an_engine_is_asked_after_it_measured(
     measures: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first request of a client ends the measurement, so that ours must not come before."""
+    """The first request of a client ends the measurement, so ours must come later."""
     done: list[object] = []
 
     async def start(limit: float) -> None:
@@ -145,9 +150,7 @@ async def test_an_engine_is_asked_once_it_has_measured_its_costs(
 
 @pytest.mark.anyio
 async def test_engines_without_streams_measure_no_costs(tmp_path: Path) -> None:
-    options: Any = SimpleNamespace(budget=100, out=tmp_path, cpu=True, offload=1)
-    no_engines: Any = None
-    run = Run(options, no_engines, (tmp_path, tmp_path), CPU_SIZES, time.perf_counter())
+    run = make_run(tmp_path)
     names = ("stock", "plugin", "mixed", "resident", "h2d", "offload")
     assert [name for name in names if run._wanted(name).measures] == ["plugin"]
     arguments = run._wanted("h2d").arguments
@@ -156,7 +159,7 @@ async def test_engines_without_streams_measure_no_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_stage_that_fails_or_takes_too_long_does_not_stop_the_next(
+async def test_a_failed_or_slow_stage_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def fail(_run: Run) -> None:
@@ -170,10 +173,8 @@ async def test_a_stage_that_fails_or_takes_too_long_does_not_stop_the_next(
 
     for name, action, limit in (("0", fail, 9), ("1", hang, 0.05), ("2", find, 9)):
         monkeypatch.setitem(STAGES, name, SimpleNamespace(about="", limit=limit, play=action))
-    options: Any = SimpleNamespace(budget=100, out=tmp_path, cpu=True)
     async with gpu_engines(WAYS, tmp_path) as started:
-        models = (tmp_path, tmp_path)
-        run = Run(options, started, models, CPU_SIZES, time.perf_counter())
+        run = make_run(tmp_path, started)
         assert await play(run, ["0", "1", "2"]) == 2
     assert "no engine" in run.found["0 problem"] and "ended" in run.found["1 problem"]
     assert run.found["2"] == {"is": "found"} and (tmp_path / "results.json").exists()
@@ -181,7 +182,7 @@ async def test_a_stage_that_fails_or_takes_too_long_does_not_stop_the_next(
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("launches")
-async def test_the_start_of_engines_does_not_count_against_a_stages_limit(
+async def test_starts_do_not_count_against_a_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def start(_engines: object, _wanted: object) -> None:
@@ -195,14 +196,13 @@ async def test_the_start_of_engines_does_not_count_against_a_stages_limit(
     stage = SimpleNamespace(about="", limit=0.1, play=use_and_find)
     monkeypatch.setitem(STAGES, "0", stage)
     monkeypatch.setattr(engines.GpuEngines, "use", start)
-    options: Any = SimpleNamespace(budget=100, out=tmp_path, cpu=True, offload=1)
     async with gpu_engines(WAYS, tmp_path) as started:
-        run = Run(options, started, (tmp_path, tmp_path), CPU_SIZES, time.perf_counter())
+        run = make_run(tmp_path, started)
         assert await play(run, ["0"]) == 1
     assert run.found["0"] == "found" and "ended" in run.found["0 problem"]
 
 
-def test_modelled_times_are_compared_with_those_of_the_same_gpu() -> None:
+def test_times_are_compared_with_the_same_gpus() -> None:
     expected = {
         "h100_sxm": {"prefills": {"1": 9.0}, "decodes": {"1x8": 9.0}},
         "h200_sxm": {"prefills": {"1": 1.0}, "decodes": {"1x8": 3.0}},
@@ -215,7 +215,7 @@ def test_modelled_times_are_compared_with_those_of_the_same_gpu() -> None:
     assert found["median_error"] == {"prefills": 0.5, "decodes": 0.5}
 
 
-def test_modelled_times_of_all_sizes_are_known_beforehand() -> None:
+def test_modelled_times_of_all_sizes_are_known() -> None:
     for times in forwards.expected_times().values():
         assert len(times["prefills"]) == len(forwards.PREFILLS)
         ordered = [times["prefills"][str(tokens)] for tokens in forwards.PREFILLS]
@@ -223,7 +223,7 @@ def test_modelled_times_of_all_sizes_are_known_beforehand() -> None:
         assert all(0 < seconds < 1 for seconds in times["decodes"].values())
 
 
-def test_torch_computes_what_replaces_compiled_kernels(
+def test_torch_replaces_compiled_kernels(
     shims: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module: Any = SimpleNamespace()
@@ -268,7 +268,10 @@ def test_torch_computes_what_replaces_compiled_kernels(
     assert torch.equal(values[places], value) and keys[0].abs().sum() == 0
 
 
-def test_dummy_weights_are_the_same_in_every_engine_and_matter(shims: ModuleType) -> None:
+def test_dummy_weights_are_equal_and_matter(
+    shims: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU makes even weights in host memory; a core would take minutes, and make others."""
     module: Any = SimpleNamespace()
     shims.replace_weights(module)
 
@@ -280,14 +283,8 @@ def test_dummy_weights_are_the_same_in_every_engine_and_matter(shims: ModuleType
     one, two = make(), make()
     assert all(torch.equal(weight, two[name]) for name, weight in one.items())
     assert torch.equal(one["norm.weight"], torch.ones(4))
-    assert 0.01 < one["up.weight"].abs().max() <= shims.WEIGHTS
     assert not torch.equal(one["up.weight"][:1, :4].flatten(), one["up.bias"][:4])
 
-
-def test_the_gpu_makes_dummy_weights_that_are_in_host_memory(
-    shims: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A core takes minutes for them, and would make others than the GPU of another engine."""
     places: list[str] = []
     generator, empty_like = torch.Generator, torch.empty_like
 
@@ -302,16 +299,12 @@ def test_the_gpu_makes_dummy_weights_that_are_in_host_memory(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "Generator", make_generator)
     monkeypatch.setattr(torch, "empty_like", make_empty)
-    module: Any = SimpleNamespace()
-    shims.replace_weights(module)
-    model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 9, bias=False)})
-    module.initialize_dummy_weights(model)
-    assert places == ["cuda", "cuda"]
-    weight = model.state_dict()["up.weight"]
-    assert 0.01 < weight.abs().max() <= shims.WEIGHTS
+    for weights in (one, make()):
+        assert 0.01 < weights["up.weight"].abs().max() <= shims.WEIGHTS
+    assert places == ["cuda"] * 4
 
 
-def test_the_shims_patch_a_module_once_it_is_imported(
+def test_the_shims_patch_imported_modules(
     shims: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "compiled_kernel.py").write_text("def can_use_it(size):\n    return True\n")
@@ -320,7 +313,7 @@ def test_the_shims_patch_a_module_once_it_is_imported(
     import compiled_kernel
 
     assert compiled_kernel.can_use_it(8) is False
-    # A package that is not there, of which SGLang imports a name; nothing else of it is found.
+    # SGLang imports this name of a missing package. Nothing else of the package is found.
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     from flashinfer.prefill import (
         cudnn_batch_prefill_with_kv_cache,
@@ -348,9 +341,7 @@ def test_a_kit_that_is_too_large_is_refused(prepare: ModuleType, tmp_path: Path)
         prepare.check_sizes(tmp_path, [own], 99)
 
 
-def test_the_kit_has_the_plugins_entry_point_and_the_models_shapes(
-    prepare: ModuleType, tmp_path: Path
-) -> None:
+def test_the_kit_has_entry_points_and_models(prepare: ModuleType, tmp_path: Path) -> None:
     prepare.write_metadata(tmp_path)
     (plugin,) = tmp_path.glob("flashmoa_sglang-*.dist-info")
     text = (plugin / "entry_points.txt").read_text()
@@ -371,7 +362,7 @@ def test_only_hopper_kernels_are_taken(prepare: ModuleType) -> None:
     assert not needed("sgl_kernel/flash_ops.abi3.so")
 
 
-def test_a_kit_is_installed_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+def test_only_a_changed_kit_is_installed_again(tmp_path: Path) -> None:
     kit, log = tmp_path / "benchmarks" / "gpu", tmp_path / "log"
     kit.mkdir(parents=True)
     (kit / "run.sh").write_text((ROOT / "benchmarks" / "gpu" / "run.sh").read_text())

@@ -12,7 +12,7 @@ from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role, _given_urls
 from flashmoa_bench.harness.report import _to_json
 from flashmoa_bench.harness.requests import TimedAnswer
-from flashmoa_bench.harness.rounds import alternate, gaps, percentile
+from flashmoa_bench.harness.rounds import gaps, percentile
 from flashmoa_bench.link import (
     ablation,
     chunk,
@@ -32,6 +32,7 @@ from flashmoa_bench.link.tools import WORKLOADS, AfterTools, workloads
 from flashmoa.errors import EngineError
 
 WORKLOAD = Workload(tps=10, prefix=100, upstream=21, concurrency=2)
+GRID = argparse.Namespace(full=False, tps=None, prefix=None, upstream=None, concurrency=None)
 
 
 def make_rounds(
@@ -40,31 +41,17 @@ def make_rounds(
     return [PipelineRound(value, 3.0, computed, floor) for value in seconds]
 
 
-def make_cell(fcfs: float, lpm: float, linked: float, workload: Workload = WORKLOAD) -> HandoffCell:
-    measured = {
-        "fcfs": make_rounds(fcfs),
-        "lpm": make_rounds(lpm),
-        LINKED: make_rounds(linked, floor=0.1),
-    }
-    return summarise_cell(workload, measured)
+def make_cell(fcfs: float, lpm: float, linked: float) -> HandoffCell:
+    linked_rounds = make_rounds(linked, linked + 1, linked - 1, floor=0.1)
+    rounds = {"fcfs": make_rounds(fcfs), "lpm": make_rounds(lpm), LINKED: linked_rounds}
+    return summarise_cell(WORKLOAD, rounds)
 
 
-def parse_grid(*arguments: str) -> list[Workload]:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--full", action="store_true")
-    for name, kind in (("tps", float), ("prefix", int), ("upstream", int), ("concurrency", int)):
-        parser.add_argument(f"--{name}", type=kind, nargs="+")
-    return handoff.workloads(parser.parse_args(arguments))
-
-
-def test_the_default_grid_has_24_cells_and_the_full_one_240() -> None:
-    assert len(set(parse_grid())) == 24
-    assert len(set(parse_grid("--full"))) == 240
-
-
-def test_every_dimension_of_the_grid_can_be_set() -> None:
-    chosen = ["--tps", "5", "--prefix", "7", "8", "--upstream", "9", "--concurrency", "3"]
-    assert parse_grid(*chosen) == [Workload(5, 7, 9, 3), Workload(5, 8, 9, 3)]
+def test_every_dimension_of_a_grid_can_be_set() -> None:
+    assert len(set(handoff.workloads(GRID))) == 24
+    assert len(set(handoff.workloads(argparse.Namespace(**{**vars(GRID), "full": True})))) == 240
+    given = argparse.Namespace(full=False, tps=[5], prefix=[7, 8], upstream=[9], concurrency=[3])
+    assert handoff.workloads(given) == [Workload(5, 7, 9, 3), Workload(5, 8, 9, 3)]
 
 
 def test_a_workload_counts_shared_tokens_once() -> None:
@@ -73,63 +60,40 @@ def test_a_workload_counts_shared_tokens_once() -> None:
     assert WORKLOAD.pool_tokens > 2 * (100 + 21 + 10)
 
 
-def test_the_bound_is_the_shorter_phase_without_the_floor() -> None:
+def test_the_bound_is_a_phase_without_the_floor() -> None:
     short_prefill = make_cell(fcfs=3.2, lpm=3.0, linked=2.2)
+    assert short_prefill.seconds == {"fcfs": 3.2, "lpm": 3.0, LINKED: 2.2}
     assert short_prefill.sequential == 3.0
     assert short_prefill.prefill == pytest.approx(1.0)
     assert short_prefill.bound == pytest.approx(0.9)
     assert short_prefill.hidden_fraction == pytest.approx(0.8 / 0.9)
-    assert short_prefill.speedup == {
-        "fcfs": pytest.approx(3.2 / 2.2),
-        "lpm": pytest.approx(3.0 / 2.2),
-    }
+    assert short_prefill.speedup == pytest.approx({"fcfs": 3.2 / 2.2, "lpm": 3.0 / 2.2})
     short_decode = make_cell(fcfs=9.0, lpm=9.0, linked=7.0)
     assert short_decode.bound == pytest.approx(2.0)
     assert short_decode.hidden_fraction == pytest.approx(1.0)
+    nothing_to_hide = make_cell(fcfs=2.05, lpm=2.05, linked=2.05)
+    assert nothing_to_hide.hidden_fraction is None
+    assert not nothing_to_hide.is_worth_hiding
 
 
-def test_a_cell_with_nothing_to_hide_has_no_hidden_fraction() -> None:
-    nothing = make_cell(fcfs=2.05, lpm=2.05, linked=2.05)
-    assert nothing.hidden_fraction is None
-    assert not nothing.is_worth_hiding
-
-
-def test_a_cell_has_the_medians_of_its_rounds() -> None:
-    measured = {"fcfs": make_rounds(1, 9, 4), LINKED: make_rounds(3, 2, 8, floor=0.1)}
-    assert summarise_cell(WORKLOAD, measured).seconds == {"fcfs": 4, LINKED: 3}
-
-
-def test_the_grid_summary_counts_won_and_well_hidden_cells() -> None:
-    cells = [
-        make_cell(3.2, 3.0, 2.1),
-        make_cell(3.2, 3.0, 3.1),
-        make_cell(2.15, 2.15, 2.1),
-    ]
+def test_a_grid_counts_won_and_well_hidden_cells() -> None:
+    cells = [make_cell(3.2, 3.0, 2.1), make_cell(3.2, 3.0, 3.1), make_cell(2.15, 2.15, 2.1)]
     total = summarise_grid(cells)
-    assert total.cells == 3
-    assert total.won == {"fcfs": 3, "lpm": 2}
-    assert total.worth_hiding == 2
-    assert total.well_hidden == 1
-    least, middle, most = total.speedups["lpm"]
-    assert (least, most) == (pytest.approx(3.0 / 3.1), pytest.approx(3.0 / 2.1))
-    assert least <= middle <= most
+    assert (total.cells, total.won) == (3, {"fcfs": 3, "lpm": 2})
+    assert (total.worth_hiding, total.well_hidden) == (2, 1)
+    assert total.speedups["lpm"] == pytest.approx((3.0 / 3.1, 2.15 / 2.1, 3.0 / 2.1))
 
 
 def test_percentiles_are_values_that_occurred() -> None:
     values = [float(value) for value in range(100, 0, -1)]
-    assert percentile(values, 0.99) == 99
-    assert percentile(values, 0.5) == 50
+    assert (percentile(values, 0.99), percentile(values, 0.5)) == (99, 50)
     assert percentile([3.0], 0.99) == percentile([3.0], 0) == 3
     with pytest.raises(ValueError, match="at least one"):
         percentile([], 0.5)
     assert gaps([1, 2, 4]) == [1, 2]
 
 
-def test_alternate_lets_every_way_go_first_equally_often() -> None:
-    assert alternate(3, ["a", "b", "c"]) == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
-
-
-def test_ablation_rows_have_the_papers_figures_for_its_workloads() -> None:
+def test_ablation_rows_have_the_papers_figures() -> None:
     workload = Workload(50, 2000, 200, 8)
     unique = workload.unique_tokens
     measured = {
@@ -141,10 +105,9 @@ def test_ablation_rows_have_the_papers_figures_for_its_workloads() -> None:
     row = ablation.summarise_row(workload, measured)
     assert row.seconds == {"baseline": 11, "batched": 12, "streaming": 6, "full": 5}
     assert row.duplicates == {"baseline": 3, "batched": 4, "streaming": 2, "full": 1}
-    assert row.speedup == {"baseline": pytest.approx(2.2), "batched": pytest.approx(2.4)}
+    assert row.speedup == pytest.approx({"baseline": 2.2, "batched": 2.4})
     assert row.paper == {"baseline": 10.10, "streaming": 5.32, "full": 4.20}
     assert ablation.summarise_row(Workload(50, 2000, 30, 8), measured).paper is None
-    assert ablation.summarise_row(WORKLOAD, measured).paper is None
 
 
 def test_chunks_are_compared_with_a_single_pass() -> None:
@@ -160,21 +123,15 @@ def test_chunks_are_compared_with_a_single_pass() -> None:
     assert (single.over_single_pass, single.last_over_first) == (1.0, None)
 
 
-def test_small_batches_of_workflows_together_have_every_kind() -> None:
-    dice = random.Random(0)
-    assert [len(batch) for batch in make_batches(1, dice, shared=True)] == [1] * len(KINDS)
-    assert [len(batch) for batch in make_batches(10, dice, shared=True)] == [10]
-
-
 @pytest.mark.parametrize("shared", [True, False])
-def test_workflows_share_prefixes_if_asked_to_and_nothing_else(shared: bool) -> None:
-    count = len(KINDS) + 1
-    workflows = make_workflows(count, random.Random(0), shared=shared)
-    first, again = workflows[0], workflows[-1]
+def test_workflows_share_only_prefixes_if_asked_to(shared: bool) -> None:
+    first, *_, again = make_workflows(len(KINDS) + 1, random.Random(0), shared=shared)
     assert (first[1].prefix == again[1].prefix) is shared
     assert first[1].suffix != again[1].suffix
     assert first[0].prefix != again[0].prefix
     assert [step.output for step in first] == [agent.output for agent in KINDS[0]]
+    sizes = [list(map(len, make_batches(n, random.Random(0), shared=shared))) for n in (1, 10)]
+    assert sizes == [[1] * len(KINDS), [10]]
 
 
 def test_schedules_are_compared_with_fcfs() -> None:
@@ -203,7 +160,7 @@ def test_a_strangers_figures_are_over_all_rounds() -> None:
     assert "pipeline" not in idle.of_stock
 
 
-def test_pipelines_arrive_evenly_and_fit_into_the_pool() -> None:
+def test_pipelines_arrive_evenly_and_fit_the_pool() -> None:
     load = interference.Load(pipelines=9, prefix=100, upstream=200, tokens=16)
     pipelines = load.make_pipelines(random.Random(0), 3.0)
     assert [pipeline.started for pipeline in pipelines[:3]] == [3.0, 3.5, 4.0]
@@ -211,7 +168,7 @@ def test_pipelines_arrive_evenly_and_fit_into_the_pool() -> None:
     assert load.pool_tokens >= 8 * (100 + 200 + 10 + 32) + 16
 
 
-def test_urls_must_be_given_for_all_engines_that_are_not_optional() -> None:
+def test_urls_must_be_given_for_all_needed_engines() -> None:
     roles = [
         Role("stock", plugin=False),
         Role("lpm", plugin=False, optional=True),
@@ -225,13 +182,13 @@ def test_urls_must_be_given_for_all_engines_that_are_not_optional() -> None:
     assert list(_given_urls(roles, given)) == ["stock", "flashmoa"]
 
 
-def test_paths_in_a_report_are_relative_to_this_folder_or_to_home() -> None:
+def test_a_report_has_relative_paths() -> None:
     assert _to_json(Path.cwd() / "a.json") == "a.json"
     assert _to_json(str(Path.home() / ".cache" / "model")) == "~/.cache/model"
     assert _to_json("/elsewhere") == "/elsewhere" and _to_json(3) == 3
 
 
-def test_rows_are_read_and_written_alike() -> None:
+def test_rows_of_chains_are_read_and_written_alike() -> None:
     assert Chains.read("8:1200/150:2000/60") == Chains(8, (1200, 2000), (150, 60))
     assert [str(Chains.read(row)) for row in DEFAULT_ROWS] == list(DEFAULT_ROWS)
 
@@ -242,38 +199,25 @@ def test_a_row_that_cannot_be_played_is_refused(row: str) -> None:
         Chains.read(row)
 
 
-def test_latencies_are_compared_with_the_better_stock_engine() -> None:
-    chains = Chains.read("2:9/2:9/2")
-
+def test_chains_are_compared_with_the_best_stock() -> None:
     def rounds(*seconds: float) -> list[list[ChainRun]]:
         return [[ChainRun(each - 1, 0.5, 7), ChainRun(each + 1, 0.7, 9)] for each in seconds]
 
     played = {
-        "stock": rounds(4, 5, 9),
-        "stock mixed": rounds(4, 4, 4),
-        "known": rounds(4, 4, 4),
-        "linked": rounds(2, 3, 4),
-    }
-    rows = shared_engine.summarise(chains, played)
+        "stock": rounds(4, 5, 9), "stock mixed": rounds(4, 4, 4), "linked": rounds(2, 3, 4)
+    }  # fmt: skip
+    rows = shared_engine.summarise(Chains.read("2:9/2:9/2"), played)
     assert [(row.way, row.seconds, row.of_stock) for row in rows] == [
-        ("stock", 5, 1.25), ("stock mixed", 4, 1), ("known", 4, 1), ("linked", 3, 0.75),
+        ("stock", 5, 1.25), ("stock mixed", 4, 1), ("linked", 3, 0.75),
     ]  # fmt: skip
     assert all(row.gap == pytest.approx(0.6) and row.late == 8 for row in rows)
 
 
-ARGUMENTS = argparse.Namespace(
-    agents=16,
-    prompt=4000,
-    answer=60,
-    calls=4,
-    result=100,
-    long_result=2000,
-    seconds=[1.0, 5.0],
-)
-
-
-def test_only_under_pressure_the_agents_exceed_a_pool_for_half_of_them() -> None:
-    loads = workloads(ARGUMENTS)
+def test_only_under_pressure_agents_exceed_a_pool() -> None:
+    arguments = argparse.Namespace(
+        agents=16, prompt=4000, answer=60, calls=4, result=100, long_result=2000, seconds=[1.0, 5.0]
+    )
+    loads = workloads(arguments)
     assert tuple(loads) == WORKLOADS
     pool = 16 * loads["pressure"].context / 2
     assert loads["pressure"].context == 4000 + 4 * 160 + 60
@@ -281,7 +225,7 @@ def test_only_under_pressure_the_agents_exceed_a_pool_for_half_of_them() -> None
     assert [name for name in WORKLOADS if tokens[name] > pool] == ["pressure"]
 
 
-def test_times_are_compared_with_stock_sglangs() -> None:
+def test_tools_are_compared_with_stock_sglangs() -> None:
     def played(*rounds: list[float], late: int) -> list[list[AfterTools]]:
         return [[AfterTools(seconds, 100, late) for seconds in each] for each in rounds]
 
@@ -296,7 +240,7 @@ def test_times_are_compared_with_stock_sglangs() -> None:
     assert all((row.computed, row.bound) == (0.9, 0.1) for row in rows)
 
 
-def test_a_return_finds_its_prompt_if_at_least_95_percent_of_it_are_cached() -> None:
+def test_a_found_return_has_95_percent_cached() -> None:
     found = [coding_agents.Return(0.1, 1000, cached) for cached in (950, 949, 1020)]
     slow = [coding_agents.Return(0.4, 1000, 0)]
     replay = coding_agents.Replay
@@ -306,7 +250,7 @@ def test_a_return_finds_its_prompt_if_at_least_95_percent_of_it_are_cached() -> 
     assert held.found == pytest.approx(2 / 3) and held.of_stock == pytest.approx(0.25)
 
 
-def test_coding_agents_are_short_and_long_ones_alike() -> None:
+def test_short_and_long_coding_agents_are_chosen() -> None:
     options = argparse.Namespace(agents=3, turns=10, scale=2.0)
     chosen = coding_agents.chosen_agents(options)
     assert [len(turns) for turns in chosen] == [10, 10, 10]

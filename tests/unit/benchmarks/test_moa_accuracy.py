@@ -25,9 +25,7 @@ from flashmoa_bench.moa.accuracy import Question, find_number, read, summarise
         ("1" * 9000, "1" * 31),
     ],
 )
-def test_the_marked_number_is_the_result_and_otherwise_the_last(
-    answer: str, number: str | None
-) -> None:
+def test_a_marked_number_is_the_result_or_the_last(answer: str, number: str | None) -> None:
     assert find_number(answer) == (None if number is None else Fraction(number))
 
 
@@ -56,7 +54,7 @@ def test_other_files_are_refused(line: str, tmp_path: Path) -> None:
         read(file)
 
 
-def test_ways_are_compared_with_the_large_model_question_by_question() -> None:
+def test_ways_are_compared_with_the_large_model() -> None:
     questions = [Question(number, "", Fraction(number)) for number in range(4)]
     texts = {"large": ["0", "1", "5", None], "tree": ["0", "1", "2", "4"]}
     large, tree = summarise(questions, texts)

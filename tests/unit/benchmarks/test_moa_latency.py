@@ -41,7 +41,7 @@ def test_every_cluster_of_a_tree_has_every_size() -> None:
     assert large.sizes[1] == ["large"] * 9
 
 
-def test_ways_have_the_early_exit_that_they_are_named_after() -> None:
+def test_ways_have_the_early_exit_of_their_names() -> None:
     policy = EarlyExit(cast("Embedder", None), tau=0.9, seed=3)
     assert WAYS["tree + overlap"].policy(policy) is None
     assert WAYS["full"].policy(policy) == policy
@@ -54,7 +54,7 @@ def test_ways_have_the_early_exit_that_they_are_named_after() -> None:
     ("serving", "names"),
     [("pd", ["small", "medium", "large"]), ("dp", ["small", "small_2", "medium", "medium_2"])],
 )
-def test_each_model_has_a_pair_or_as_many_engines(serving: str, names: list[str]) -> None:
+def test_each_model_has_a_pair_or_several_engines(serving: str, names: list[str]) -> None:
     roles = make_roles(serving, plugin=True, stock=True)  # pyright: ignore[reportArgumentType]
     assert [role.name for role in roles][: len(names)] == names
     assert all(role.is_pd_pair == (serving == "pd") for role in roles)
@@ -72,7 +72,7 @@ def test_the_gpu_that_overran_most_counts() -> None:
     assert worst_overrun({}, {}) == 0.0
 
 
-def test_figures_are_compared_question_by_question_with_all_to_all(
+def test_figures_are_compared_question_by_question(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     quick = replace(

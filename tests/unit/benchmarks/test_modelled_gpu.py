@@ -37,7 +37,7 @@ def tables() -> MeasuredTables:
 
 
 @given(REQUESTS)
-def test_equal_prefills_have_the_tokens_and_the_attention_of_the_real_ones(
+def test_equal_prefills_cost_as_much_as_real_ones(
     requests: list[tuple[int, int]],
 ) -> None:
     equal = Prefills.of(requests)
@@ -50,10 +50,6 @@ def test_equal_prefills_have_the_tokens_and_the_attention_of_the_real_ones(
     else:
         # Requests of unequal length compare more than equal ones with nothing cached.
         assert of_equal <= compared + equal.tokens
-
-
-def test_equal_prefills_stay_as_they_are() -> None:
-    assert Prefills.of([(700, 64)] * 5) == Prefills(5, 320, 700)
     assert Prefills.of([]) == Prefills.of([(9, 0)]) == Prefills()
 
 
@@ -68,7 +64,7 @@ def test_measured_times_are_those_of_the_package(tables: MeasuredTables) -> None
     assert tables.seconds(Forward()) == 0
 
 
-def test_a_mixed_forward_costs_more_than_either_part_and_less_than_both(
+def test_a_mixed_forward_costs_less_than_its_parts(
     tables: MeasuredTables,
 ) -> None:
     prefills = Prefills.of([(2000, 256)])
@@ -77,7 +73,7 @@ def test_a_mixed_forward_costs_more_than_either_part_and_less_than_both(
     assert max(parts) < mixed < sum(parts)
 
 
-def test_a_step_of_one_block_of_tokens_is_faster_than_one_with_a_token_more(
+def test_a_token_more_than_a_block_costs_a_block(
     tables: MeasuredTables,
 ) -> None:
     for decodes in (1, 4, 7):
@@ -90,7 +86,7 @@ def test_a_step_of_one_block_of_tokens_is_faster_than_one_with_a_token_more(
 
 @settings(deadline=None)  # The first query loads the tables.
 @given(st.integers(1, 200), st.integers(1, 8000), st.integers(0, 64), st.integers(1, 8000))
-def test_no_measured_forward_is_faster_than_its_roofline(
+def test_no_forward_is_faster_than_its_roofline(
     requests: int, new: int, decodes: int, context: int
 ) -> None:
     gpu, model = Gpu.load("h100_sxm"), Model.load(QWEN)
@@ -106,10 +102,10 @@ def measured_h100() -> MeasuredTables:
     return MeasuredTables("h100_sxm", QWEN)
 
 
-def test_a_decode_step_reads_all_weights_and_a_prefill_is_bound_by_arithmetic() -> None:
+def test_a_roofline_counts_reads_and_arithmetic() -> None:
     gpu, model = Gpu("gpu", 10**11, 1e12, 1e15, 1e10), Model.load(QWEN)
     roofline = Roofline(gpu, model)
-    # Of the embeddings, a step reads the rows of its tokens only.
+    # A step reads its tokens' rows of the embeddings only.
     read = model.weight_bytes - 2 * model.head_weights
     assert roofline.seconds(Forward(decodes=1, context=1)) == pytest.approx(read / 1e12, rel=1e-3)
     layers = model.weight_bytes / 2 - 2 * model.head_weights
@@ -121,18 +117,17 @@ def test_a_decode_step_reads_all_weights_and_a_prefill_is_bound_by_arithmetic() 
     )
 
 
-def test_a_step_of_a_model_with_experts_reads_those_that_its_tokens_need() -> None:
+def test_a_step_reads_only_the_needed_experts() -> None:
     model = Model.load("Qwen/Qwen3-30B-A3B")
     roofline = Roofline(Gpu("gpu", 10**11, 1e12, 1e18, 1e10), model)
     one, many = (roofline.seconds(Forward(decodes=n, context=1)) for n in (1, 4096))
     experts = 2 * model.layers * model.expert_weights / 1e12
-    assert many - one == pytest.approx(
-        (model.experts - model.experts_per_token) * experts, rel=0.02
-    )
+    unneeded = model.experts - model.experts_per_token
+    assert many - one == pytest.approx(unneeded * experts, rel=0.02)
     assert model.weight_bytes == pytest.approx(61e9, rel=0.02)
 
 
-def test_a_model_that_sees_has_the_sizes_of_its_decoder() -> None:
+def test_a_vision_model_has_its_decoders_sizes() -> None:
     seeing, plain = Model.load("Qwen/Qwen3-VL-32B-Instruct"), Model.load(QWEN)
     assert (seeing.layers, seeing.weight_bytes) == (plain.layers, plain.weight_bytes)
     assert seeing.kv_bytes_per_token == plain.kv_bytes_per_token
@@ -159,7 +154,7 @@ def test_the_kv_pool_is_what_the_weights_leave() -> None:
         ("sheet.json", QWEN, "sheet.json cannot be read"),
     ],
 )
-def test_what_is_not_known_is_said(
+def test_unknown_gpus_and_models_are_refused(
     device: str, model: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHMOA_DEVICE", device)
@@ -184,7 +179,7 @@ def test_a_data_sheet_of_ones_own_gives_a_roofline(
     assert arguments.max_total_tokens == kv_tokens(gpu.gpu, gpu.model, 1, 0.8)
 
 
-def test_weights_in_fp8_are_half_as_large_and_faster() -> None:
+def test_fp8_weights_are_smaller_and_faster() -> None:
     gpu = Gpu.load("h200_sxm")
     plain, fp8 = Model.load(QWEN), Model.load(QWEN, "fp8_block")
     assert fp8.weight_bytes == pytest.approx(plain.weight_bytes / 2, rel=0.05)
@@ -253,7 +248,7 @@ def extending(prefixes: list[int], news: list[int], mixed: bool) -> Any:
     )
 
 
-def test_a_batch_is_described_by_its_prefills_and_decodes() -> None:
+def test_a_batch_has_prefills_and_decodes() -> None:
     assert describe(decoding()) == Forward(decodes=4, context=100)
     assert describe(extending([10, 10], [5, 5], mixed=False)) == Forward(Prefills(2, 10, 10))
     mixed = describe(extending([10, 99, 199], [5, 1, 1], mixed=True))
@@ -284,17 +279,16 @@ def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
     assert machine.time == 2.0
     assert run_batch(scheduler, None).copy_done is None
     state = SimpleNamespace(internal_state={})
-    told = forwards.report(lambda _scheduler, _request: state)(scheduler, None)
-    assert told.internal_state["modelled_gpu"]["forwards"] == 2
-    assert told.internal_state["modelled_gpu"]["overruns"] == 0
-    assert told.internal_state["modelled_gpu"]["starved_seconds"] == 0
+    counted = forwards.report(lambda _scheduler, _request: state)(scheduler, None).internal_state
+    gpu = counted["modelled_gpu"]
+    assert (gpu["forwards"], gpu["overruns"], gpu["starved_seconds"]) == (2, 0, 0)
     machine.time += 0.5
     run_batch(scheduler, decoding())
     forwards.report(lambda _scheduler, _request: state)(scheduler, None)
-    assert told.internal_state["modelled_gpu"]["starved_seconds"] == 0.5
+    assert counted["modelled_gpu"]["starved_seconds"] == 0.5
 
 
-def test_the_cpu_time_of_computing_forwards_is_counted() -> None:
+def test_the_cpu_time_of_forwards_is_counted() -> None:
     forwards = timed(Machine(), 1.0)
     state = SimpleNamespace(internal_state={})
 

@@ -26,7 +26,7 @@ def make_answer(token: int, logprob: float | None = None, seconds: float = 1.0) 
     return PrefillAnswer(token, logprob, prompt_tokens=100, cached_tokens=40, seconds=seconds)
 
 
-def test_a_smaller_mix_still_shares_prefixes_and_fits_a_model() -> None:
+def test_a_smaller_mix_still_shares_and_fits() -> None:
     requests = make_requests(OPTIONS)
     assert len(requests) == 147
     assert max(len(request.ids) for request in requests) <= 32_000
@@ -41,7 +41,7 @@ def test_unique_tokens_are_those_of_a_radix_tree() -> None:
     assert unique_tokens([PrefillRequest(str(ids), ids) for ids in prompts]) == 3 + 2 + 1
 
 
-def test_agreement_compares_tokens_and_log_probabilities() -> None:
+def test_agreement_compares_tokens_and_logprobs() -> None:
     expected = {"a": make_answer(1, -1.0), "b": make_answer(2, -2.0)}
     passes = [
         PrefillPass(1.0, {"a": make_answer(1), "b": make_answer(2)}),
@@ -68,7 +68,7 @@ def test_gains_are_ratios_of_median_seconds(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.anyio
-async def test_senders_take_turns_and_each_request_is_sent_once() -> None:
+async def test_senders_take_turns() -> None:
     sent: list[tuple[str, str]] = []
 
     def make_sender(name: str) -> SendFunction:

@@ -9,13 +9,7 @@ from statistics import fmean
 
 import anyio
 import pytest
-from flashmoa_bench.moa.rig import (
-    QuestionScript,
-    ReplayedEmbedder,
-    ScriptOptions,
-    make_rows,
-    write_script,
-)
+from flashmoa_bench.moa.rig import ReplayedEmbedder, ScriptOptions, make_rows, write_script
 from flashmoa_bench.recorded import (
     FILE,
     SIZES,
@@ -43,12 +37,9 @@ QUESTION = RecordedQuestion(
 TREE = (["small", "medium", "large"] * 2, ["small", "large"], ["large"])
 
 
-def test_a_question_is_read_from_its_row() -> None:
+def test_answers_are_found_by_size_and_draw() -> None:
     row = [7, 30, [10, 20, 100, 300], [500, 600, 700, 800, 900, 1000]]
     assert unpack(row, MODELS) == QUESTION
-
-
-def test_answers_are_found_by_size_and_draw_which_begin_anew() -> None:
     assert [QUESTION.length("small", draw) for draw in range(3)] == [10, 20, 10]
     assert QUESTION.similarity(("large", 0), ("small", 1)) == 0.9
     assert QUESTION.similarity(("small", 3), ("medium", 5)) == 0.8
@@ -66,19 +57,19 @@ def test_the_recorded_sets_are_whole() -> None:
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40), st.integers(1, 40))
-def test_a_few_questions_are_spread_from_short_to_long(lengths: list[int], count: int) -> None:
+def test_a_few_questions_are_spread_by_length(lengths: list[int], count: int) -> None:
     questions = [
         RecordedQuestion(number, 1, {"small": [length]}, {})
         for number, length in enumerate(lengths)
     ]
     chosen = spread(questions, count)
     assert len(chosen) == min(count, len(lengths)) == len({each.number for each in chosen})
-    # The first one is the median of those that are chosen.
+    # The first question is the median of the chosen ones.
     ranks = sorted(each.lengths["small"][0] for each in chosen)
     assert chosen[0].lengths["small"][0] == ranks[len(ranks) // 2]
 
 
-def test_agents_have_the_lengths_of_their_sizes_answers() -> None:
+def test_agents_have_their_sizes_lengths() -> None:
     script = write_script(QUESTION, TREE, ScriptOptions(scale=0.5, longest=100))
     tokens = {name: agent.tokens for name, agent in script.agents.items()}
     first = {"1.1": 5, "1.2": 50, "1.3": 100, "1.4": 10, "1.5": 50, "1.6": 100}
@@ -87,23 +78,22 @@ def test_agents_have_the_lengths_of_their_sizes_answers() -> None:
     equal = write_script(QUESTION, TREE, ScriptOptions(equal=64, last_tokens=1))
     assert [agent.tokens for agent in equal.agents.values()] == [64] * 8 + [1]
     later = write_script(QUESTION, TREE, ScriptOptions(scale=0.5, longest=100, later_tokens=7))
-    assert {name: agent.tokens for name, agent in later.agents.items()} == first | dict.fromkeys(
-        ("2.1", "2.2", "3.1"), 7
-    )
+    lengths = {name: agent.tokens for name, agent in later.agents.items()}
+    assert lengths == first | dict.fromkeys(("2.1", "2.2", "3.1"), 7)
 
 
-def test_confidences_are_drawn_anew_for_each_question_and_agent_by_the_seed() -> None:
-    options = ScriptOptions(seed=3)
-    drawn = [each.confidence for each in write_script(QUESTION, TREE, options).agents.values()]
-    again = [each.confidence for each in write_script(QUESTION, TREE, options).agents.values()]
-    assert drawn == again and len(set(drawn)) == len(drawn)
+def test_confidences_depend_on_agent_and_seed() -> None:
+    def draw(seed: int) -> list[float]:
+        agents = write_script(QUESTION, TREE, ScriptOptions(seed=seed)).agents
+        return [each.confidence for each in agents.values()]
+
+    drawn = draw(3)
+    assert drawn == draw(3) and len(set(drawn)) == len(drawn) and draw(4)[0] != drawn[0]
     assert fmean(drawn) == pytest.approx(0.85, abs=0.1) and all(0 < value < 1 for value in drawn)
-    other = write_script(QUESTION, TREE, ScriptOptions(seed=4)).agents
-    assert other["1.1"].confidence != drawn[0]
 
 
 def similarities(one: float, two: float, three: float) -> list[float]:
-    """Return how similar the rows are that were made for these similarities."""
+    """Make rows for these similarities, and return the similarities that they have."""
     made = make_rows([[1, one, two], [one, 1, three], [two, three, 1]])
     rows = [normalise(row) for row in made]
     return [frobenius_cosine(first, other) for first, other in combinations(rows, 2)]
@@ -111,12 +101,12 @@ def similarities(one: float, two: float, three: float) -> list[float]:
 
 @given(st.lists(st.floats(0.77, 0.93), min_size=3, max_size=3))
 def test_rows_have_the_wanted_similarities(wanted: list[float]) -> None:
-    # A similarity is the square of a cosine. These angles are so near one another that none is
-    # larger than the sum of two others, so three vectors have them.
+    # A similarity is the square of a cosine. No angle here is larger than the sum of two others, so
+    # three vectors have these angles.
     assert similarities(*wanted) == pytest.approx(wanted, abs=1e-3)
 
 
-def test_similarities_that_no_three_rows_have_are_nearly_met() -> None:
+def test_impossible_similarities_are_nearly_met() -> None:
     # The last angle, 33.0 degrees, is larger than the sum of the others, 2 x 16.1.
     wanted = [0.923, 0.923, 0.704]
     found = similarities(*wanted)
@@ -124,26 +114,26 @@ def test_similarities_that_no_three_rows_have_are_nearly_met() -> None:
     assert found == pytest.approx(wanted, abs=5e-3)
 
 
-async def _compare(script: QuestionScript, seconds: list[int]) -> float:
+def test_embeddings_are_as_similar_as_recorded() -> None:
+    embedded: list[int] = []
+
     def take(tokens: int) -> float:
-        seconds.append(tokens)
+        embedded.append(tokens)
         return 0.0
 
-    embedder = ReplayedEmbedder(script, [["1.1", "1.2", "1.3"]], take)
-    for agent in ("1.2", "1.3"):
-        embedder(CallFinished(agent=agent, engine="", call_id=agent, text=f"text of {agent}"))
-    first, last = [await embedder.embed(f"text of {agent}") for agent in ("1.2", "1.3")]
-    return frobenius_cosine(normalise(first), normalise(last))
+    async def compare() -> float:
+        script = write_script(QUESTION, TREE, ScriptOptions())
+        embedder = ReplayedEmbedder(script, [["1.1", "1.2", "1.3"]], take)
+        for agent in ("1.2", "1.3"):
+            embedder(CallFinished(agent=agent, engine="", call_id=agent, text=f"text of {agent}"))
+        first, last = [await embedder.embed(f"text of {agent}") for agent in ("1.2", "1.3")]
+        return frobenius_cosine(normalise(first), normalise(last))
 
-
-def test_answers_are_as_similar_as_the_recorded_ones_of_their_agents() -> None:
-    embedded: list[int] = []
-    script = write_script(QUESTION, TREE, ScriptOptions())
-    assert anyio.run(_compare, script, embedded) == pytest.approx(1.0, abs=0.02)
+    assert anyio.run(compare) == pytest.approx(1.0, abs=0.02)
     assert embedded == [100, 300]
 
 
-def test_the_turns_of_recorded_agents_go_on_from_each_other() -> None:
+def test_recorded_turns_continue_each_other() -> None:
     agents = load_agents()
     assert len(agents) == 24 and [len(agent) for agent in agents] == sorted(map(len, agents))
     for agent in agents:
@@ -152,7 +142,7 @@ def test_the_turns_of_recorded_agents_go_on_from_each_other() -> None:
             assert turn.answer > 0 and turn.result > 0 and turn.gap >= 0
 
 
-def test_a_trace_adds_as_many_tokens_as_were_recorded(model: Path, tmp_path: Path) -> None:
+def test_a_trace_adds_the_recorded_tokens(model: Path, tmp_path: Path) -> None:
     trace.main([str(model), str(tmp_path / "trace.json"), "--agents", "25"])
     conversations = json.loads((tmp_path / "trace.json").read_text())["conversations"]
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

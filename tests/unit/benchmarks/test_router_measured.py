@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from flashmoa_bench.harness.routers import OURS
-from flashmoa_bench.prefill.mix import LONGEST, MIXES, TABLE_2, Dataset, Mix, prompts
+from flashmoa_bench.prefill.mix import LONGEST, MIXES, TABLE_2, Dataset, Mix
 from flashmoa_bench.routing.measured import MeasuredCell, make_roles, summarise
 
 OPTIONS = argparse.Namespace(
@@ -20,14 +20,14 @@ OPTIONS = argparse.Namespace(
 )
 
 
-def test_each_engine_publishes_its_events_at_a_port_of_its_own() -> None:
+def test_each_engine_publishes_at_its_own_port() -> None:
     roles = make_roles(OPTIONS)
     assert [role.core for role in roles] == [0, 1, 0]
     assert len({role.arguments[-1] for role in roles}) == 3
     assert all(role.arguments[:2] == ("--chunked-prefill-size", "8192") for role in roles)
 
 
-def test_the_table_compares_routers_with_the_same_seed() -> None:
+def test_routers_are_compared_by_seed() -> None:
     in_turn = MeasuredCell("round_robin", 0, 4.0, 1000, 500, 250, 0.5, 1.0)
     other_seed = replace(in_turn, seed=1, seconds=8.0)
     ours = replace(in_turn, router=OURS, seed=1, seconds=2.0)
@@ -43,15 +43,8 @@ def test_lengths_have_the_papers_range_and_mean(dataset: Dataset) -> None:
     assert sum(lengths) / len(lengths) == pytest.approx(dataset.tokens / dataset.requests, rel=0.05)
 
 
-def test_the_mix_has_each_datasets_share_and_is_the_same_for_a_seed() -> None:
-    asks = prompts(0.01, 0.05, 3)
-    assert len(asks) == 738 and asks == prompts(0.01, 0.05, 3) != prompts(0.01, 0.05, 4)
-    assert sum(one.dataset == "MMLU" for one in asks) == 240
-    assert len({one.name for one in asks}) == len(asks)
-
-
-@pytest.mark.parametrize("mix", MIXES.values(), ids=lambda one: one.name)
-def test_mixes_fit_the_model_and_are_the_same_for_a_seed(mix: Mix) -> None:
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_a_mix_fits_the_model_and_has_a_seed(mix: Mix) -> None:
     asks = mix.prompts(3, share=0.05)
     assert asks == mix.prompts(3, share=0.05) != mix.prompts(4, share=0.05)
     assert max(len(one.tokens) for one in asks) <= LONGEST
@@ -62,6 +55,8 @@ def test_mixes_have_what_they_say() -> None:
     long = MIXES["long-documents"].prompts(0)
     assert len(long) == 800 and min(len(one.tokens) for one in long) >= 8000
     assert len({one.tokens[:4000].tobytes() for one in long}) == 100
+    part = Mix(TABLE_2, scale=0.01).prompts(3)
+    assert len(part) == 738 and sum(one.dataset == "MMLU" for one in part) == 240
     table = MIXES["table-2"].prompts(0)
     documents = {one.tokens[:4000].tobytes() for one in table if len(one.tokens) > 4000}
     assert len(table) == 11_070 and len(documents) >= 50

@@ -23,38 +23,29 @@ def make_call(agent: str, sent: float, token: float, end: float, tokens: int = 1
     )
 
 
-def test_the_bound_of_a_chain_is_every_prefill_but_the_first_less_a_step() -> None:
-    chain = [make_call("a", 0, 2, 3), make_call("b", 3, 4, 5), make_call("c", 5, 5.5, 6.5)]
+def test_a_chains_bound_is_all_later_prefills() -> None:
+    chain = [make_call("a", 0, 2, 3), make_call("b", 3, 4, 5), make_call("a", 5, 5.5, 6.5)]
     run = waits(chain, STEPS)
     assert [wait.avoidable for wait in run] == pytest.approx([0, 0.9, 0.4])
     assert [wait.decode for wait in run] == pytest.approx([1, 1, 1])
+    assert [(wait.agent, wait.turn) for wait in run] == [("a", 1), ("b", 1), ("a", 2)]
+    assert waits([], STEPS) == []
 
 
-def test_the_end_waits_for_the_slowest_of_the_writers_side_by_side() -> None:
-    calls = [make_call("a", 0, 1, 2), make_call("b", 0, 1, 4), make_call("c", 4, 6, 7)]
+@pytest.mark.parametrize("late", [0, 0.01])
+def test_the_end_waits_for_the_slowest_writer(late: float) -> None:
+    """Nothing is hidden in a first call, even if it was sent moments later."""
+    calls = [make_call("a", 0, 1, 2), make_call("b", late, 1, 4), make_call("c", 4, 6, 7)]
     assert [call.agent for call in critical_path(calls)] == ["b", "c"]
-
-
-def test_nothing_is_hidden_in_a_first_call_that_was_sent_moments_later() -> None:
-    calls = [make_call("a", 0, 1, 2), make_call("b", 0.01, 1, 4), make_call("c", 4, 6, 7)]
     assert [wait.avoidable for wait in waits(calls, STEPS)] == pytest.approx([0, 1.9])
 
 
-def test_no_more_can_be_hidden_than_the_run_had_lasted() -> None:
+def test_the_bound_is_at_most_the_runs_time_so_far() -> None:
     run = waits([make_call("a", 0, 0.2, 1), make_call("b", 1, 9, 10)], STEPS)
     assert run[1].avoidable == pytest.approx(1)
 
 
-def test_an_answer_in_one_piece_is_taken_to_have_been_decoded_step_by_step() -> None:
+def test_an_answer_in_one_piece_takes_its_steps() -> None:
     (wait,) = waits([make_call("a", 0, 3, 3)], STEPS)
     assert wait.is_estimated
     assert (wait.prefill, wait.decode) == pytest.approx((2, 1))
-
-
-def test_the_turns_of_an_agent_are_counted() -> None:
-    run = waits([make_call("a", 0, 1, 2), make_call("b", 2, 3, 4), make_call("a", 4, 5, 6)], STEPS)
-    assert [(wait.agent, wait.turn) for wait in run] == [("a", 1), ("b", 1), ("a", 2)]
-
-
-def test_a_run_without_calls_has_nothing_to_save() -> None:
-    assert waits([], STEPS) == []

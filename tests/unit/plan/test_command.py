@@ -1,4 +1,4 @@
-"""``flashmoa plan`` without engines: what it refuses before it starts any."""
+"""Test what ``flashmoa plan`` refuses before it starts engines."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ async def run(*arguments: str) -> int:
         ([CHAIN, *SHORT, "--include", "nobody"], "--include names 'nobody'"),
     ],
 )
-async def test_a_plan_that_cannot_be_made_is_refused_with_the_reason(
+async def test_an_impossible_plan_is_refused(
     arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await run(*arguments) == 1
     assert problem in capsys.readouterr().err
 
 
-async def test_the_engines_of_a_plan_are_not_asked_through_a_proxy(
+async def test_engines_are_not_asked_through_a_proxy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")

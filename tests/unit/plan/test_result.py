@@ -28,7 +28,7 @@ def make_events(agent: str, sent: float, token: float, end: float, text: str) ->
 
 
 def make_round(way: Way, wait: float, text: str = "words", copy: int = 1) -> Round:
-    """One run, whose reader waits for its first token; times are those of GPUs half as fast."""
+    """Make a run whose reader waits for its first token, on GPUs that are half as fast."""
     end = 2 * (3 + wait)
     events = make_events("writer", 0, 2, 4, "draft")
     events += make_events("reader", 4, end - 2, end, text)
@@ -44,7 +44,7 @@ def result() -> PlanResult:
     return summarise(rounds, STEPS, PLACEMENT, slowdown=2.0)
 
 
-def test_medians_are_compared_with_the_bound_of_the_unlinked_run(result: PlanResult) -> None:
+def test_medians_are_compared_with_the_bound(result: PlanResult) -> None:
     assert result.seconds == {"unlinked": 3.5, "linked": pytest.approx(3.2)}
     assert result.spread["unlinked"] == pytest.approx((3.4, 3.6))
     assert result.saved_seconds == pytest.approx(0.3)
@@ -53,24 +53,21 @@ def test_medians_are_compared_with_the_bound_of_the_unlinked_run(result: PlanRes
     prefills = [wait.linked.prefill for wait in result.calls if wait.linked is not None]
     assert prefills == pytest.approx([1, 0.2])
     assert (result.rounds, result.copies, result.slowdown) == (3, 1, 2)
-
-
-def test_of_an_even_number_of_runs_the_median_lies_between_two() -> None:
-    rounds = [make_round(way, wait) for way in WAYS for wait in (0.25, 0.75)]
-    result = summarise(rounds, STEPS, PLACEMENT, slowdown=2.0)
-    assert result.seconds == {"unlinked": 3.5, "linked": 3.5}
-    assert result.typical["linked"].seconds == 6.5
-
-
-def test_the_engine_that_computes_longest_is_the_busiest(result: PlanResult) -> None:
     (engine,) = result.engines
     assert engine.agents == ("writer", "reader")
     assert engine.busy == {"unlinked": 0.5, "linked": 0.5}
     assert result.as_json()["busiest_engine"] == "engine 1"
 
 
-def test_a_call_that_holds_up_the_unlinked_run_only_is_found_in_the_linked_one() -> None:
-    """Its answer came in one piece there, of which an estimate is marked."""
+def test_the_median_of_two_runs_lies_between_them() -> None:
+    rounds = [make_round(way, wait) for way in WAYS for wait in (0.25, 0.75)]
+    result = summarise(rounds, STEPS, PLACEMENT, slowdown=2.0)
+    assert result.seconds == {"unlinked": 3.5, "linked": 3.5}
+    assert result.typical["linked"].seconds == 6.5
+
+
+def test_a_call_off_the_linked_path_is_found() -> None:
+    """Its answer came in one piece there, so its time is a marked estimate."""
     unlinked = make_round("unlinked", 1)
     events = make_events("writer", 0, 2, 4, "draft") + make_events("reader", 4, 5, 5, "words")
     events += make_events("other", 4, 6, 7, "more")
@@ -85,7 +82,7 @@ def test_a_call_that_holds_up_the_unlinked_run_only_is_found_in_the_linked_one()
     assert "~400 ms" in console.export_text()
 
 
-def test_what_is_printed_says_that_gpus_are_modelled(result: PlanResult) -> None:
+def test_output_says_that_gpus_are_modelled(result: PlanResult) -> None:
     console = Console(record=True, width=120, quiet=False)
     show(result, console)
     printed = console.export_text()
@@ -103,7 +100,7 @@ def test_what_is_printed_says_that_gpus_are_modelled(result: PlanResult) -> None
         ((0.5, 0.6, 0.7), "no difference: the ranges overlap"),
     ],
 )
-def test_what_links_do_not_save_is_said_in_words(waits: tuple[float, ...], said: str) -> None:
+def test_a_plan_says_if_links_save_nothing(waits: tuple[float, ...], said: str) -> None:
     rounds = [make_round("unlinked", wait) for wait in (0.6, 0.5, 0.4)]
     rounds += [make_round("linked", wait) for wait in waits]
     console = Console(record=True, width=120, quiet=False)
@@ -113,15 +110,13 @@ def test_what_links_do_not_save_is_said_in_words(waits: tuple[float, ...], said:
     assert "links reach" not in printed and "saves" not in printed
 
 
-def test_an_answer_that_changed_is_found() -> None:
+def test_only_comparable_answers_must_be_equal() -> None:
     rounds = [make_round("unlinked", 0.5), make_round("linked", 0.1)]
     assert find_difference(rounds) is None
     problem = find_difference([*rounds, make_round("linked", 0.1, "other")])
     assert problem is not None
     assert "reader did not write the same text in all runs" in problem
-
-
-def test_answers_after_other_calls_and_of_other_copies_are_not_compared() -> None:
+    # Here other calls had ended before, or it is another copy.
     early = make_events("reader", 1, 1.5, 3, "other")
     writer = make_events("writer", 0, 1, 2, "draft")
     before = Round("linked", 3, [TeamRun(1, 3, (*writer, *early))], {})

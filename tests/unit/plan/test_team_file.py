@@ -1,4 +1,4 @@
-"""Teams are loaded from users' files, and refused where what is said decides their course."""
+"""Test that users' teams are loaded, and refused if their answers decide their course."""
 
 from __future__ import annotations
 
@@ -30,26 +30,19 @@ async def load(folder: Path, text: str, name: str | None = None) -> LoadedTeam:
     return await TeamFile(file, name).load()
 
 
-async def test_a_team_in_a_variable_is_found_with_its_task(tmp_path: Path) -> None:
+async def test_a_variables_team_is_loaded_anew_each_time(tmp_path: Path) -> None:
     loaded = await load(tmp_path, teams.ENDING)
     assert loaded.task == "Write about Bergen."
     writer, critic = find_callers(loaded.team)
     assert (writer.name, writer.address[1], writer.max_tokens) == ("writer", "gpt-4o", None)
     assert (critic.name, critic.address[1], critic.max_tokens) == ("critic", "gpt-4o-mini", 40)
-
-
-async def test_each_load_gives_a_new_team(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(teams.ENDING)
-    first, second = await TeamFile(file).load(), await TeamFile(file).load()
-    assert first.team is not second.team
-    assert find_callers(first.team)[0].client is not find_callers(second.team)[0].client
+    again = await load(tmp_path, teams.ENDING)
+    assert again.team is not loaded.team
+    assert find_callers(again.team)[0].client is not writer.client
 
 
 @pytest.mark.parametrize("agents", ["agents.py", "agents/__init__.py", "agents/all.py"])
-async def test_each_load_gives_new_agents_of_the_modules_beside_the_file(
-    tmp_path: Path, agents: str
-) -> None:
+async def test_modules_beside_the_file_are_loaded_anew(tmp_path: Path, agents: str) -> None:
     beside = tmp_path / agents
     beside.parent.mkdir(exist_ok=True)
     beside.write_text(teams.TEAM)
@@ -63,7 +56,7 @@ team = agents.RoundRobinGroupChat([agents.writer, agents.critic], max_turns=2)
     assert first.team._participants[0] is not second.team._participants[0]
 
 
-async def test_installed_packages_below_the_files_folder_are_imported_once(
+async def test_installed_packages_are_imported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = tmp_path / ".venv" / "site-packages"
@@ -88,7 +81,7 @@ async def test_an_example_is_planned_as_it_is(example: str, clients: list[str]) 
     ]
 
 
-async def test_a_function_may_be_asynchronous_and_have_another_name(tmp_path: Path) -> None:
+async def test_a_function_may_be_async_and_renamed(tmp_path: Path) -> None:
     text = f"{teams.TEAM}\nasync def make(first, rounds=1, *, second, **_):\n"
     text += "    agents = [AssistantAgent('one', first), AssistantAgent('two', second)]\n"
     text += "    return RoundRobinGroupChat(agents, max_turns=rounds)\n"
@@ -136,45 +129,41 @@ async def test_a_file_without_a_team_is_refused(tmp_path: Path, text: str, probl
         (teams.STRUCTURED, "typed answers with structured output"),
     ],
 )
-async def test_a_team_whose_course_depends_on_answers_is_refused(
+async def test_a_team_that_depends_on_answers_is_refused(
     tmp_path: Path, text: str, problem: str
 ) -> None:
     with pytest.raises(PlanError, match=problem):
         check_plannable((await load(tmp_path, text)).team)
 
 
-async def test_a_team_that_ends_by_itself_or_by_a_limit_is_planned(tmp_path: Path) -> None:
+async def test_a_team_that_ends_is_planned(tmp_path: Path) -> None:
     check_plannable((await load(tmp_path, teams.ENDING)).team)
     endless = (await load(tmp_path, teams.ENDLESS)).team
     limit_turns(endless, 2)
     assert endless._max_turns == 2
 
 
-async def test_agents_within_agents_and_teams_are_found(tmp_path: Path) -> None:
+async def test_agents_within_agents_are_found(tmp_path: Path) -> None:
     loaded = await load(tmp_path, teams.NESTED)
     callers = find_callers(loaded.team)
     assert [caller.name for caller in callers] == ["writer", "filtered", "society"]
 
 
 @pytest.mark.parametrize("held", ["critic", "[small]", "{'one': (small,)}"])
-async def test_a_client_in_a_place_where_it_cannot_be_replaced_is_refused(
-    tmp_path: Path, held: str
-) -> None:
-    """Requests to it would be real ones."""
+async def test_an_irreplaceable_client_is_refused(tmp_path: Path, held: str) -> None:
+    """It would send real requests."""
     team = (await load(tmp_path, f"{teams.WRAPPED}wrapper.held = {held}\n")).team
     with pytest.raises(PlanError, match="wrapper holds a OpenAIChatCompletionClient in a"):
         find_callers(team)
 
 
 @pytest.mark.parametrize("held", ["small", "team", "AgentTool(critic)"])
-async def test_a_client_that_is_replaced_or_in_a_tool_is_not_refused(
-    tmp_path: Path, held: str
-) -> None:
+async def test_a_client_in_a_tool_is_not_refused(tmp_path: Path, held: str) -> None:
     text = f"from autogen_agentchat.tools import AgentTool\n{teams.WRAPPED}wrapper.held = {held}\n"
     assert find_callers((await load(tmp_path, text)).team)
 
 
-async def test_a_modelled_client_keeps_what_makes_the_prompt(tmp_path: Path) -> None:
+async def test_a_modelled_client_keeps_the_prompt(tmp_path: Path) -> None:
     text = teams.ENDING.replace("max_tokens=40", "add_name_prefixes=True, temperature=1")
     caller = find_callers((await load(tmp_path, text)).team)[1]
     client = modelled_client(caller, "http://127.0.0.1:9", 30)
@@ -187,7 +176,7 @@ async def test_a_modelled_client_keeps_what_makes_the_prompt(tmp_path: Path) -> 
     await client.close()
 
 
-async def test_a_link_of_the_file_gives_way_to_the_plan(tmp_path: Path) -> None:
+async def test_a_files_link_gives_way_to_the_plan(tmp_path: Path) -> None:
     team = (await load(tmp_path, teams.LINKED)).team
     callers = find_callers(team)
     old = callers[0].client

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class HashForCausalLM(torch.nn.Module):
-    """Hashes each request's context, and makes the word of the hash the next token."""
+    """Hashes each request's context. The hash decides which word is the next token."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
@@ -28,8 +28,8 @@ class HashForCausalLM(torch.nn.Module):
         self.attention = RadixAttention(1, WIDTH, 1.0, num_kv_heads=1, layer_id=0)
         self.words = torch.tensor(config.hash_words)
         self._size = int(self.words.max()) + 1
-        # Logits fall with the distance of a token after the word, around the vocabulary. So no two
-        # are equal, and if a grammar forbids the word, the next token that it allows is certain.
+        # Logits fall with a token's distance after the word, around the vocabulary. So all differ,
+        # and if a grammar forbids the word, the next allowed token is certain.
         self._logits = -(torch.arange(2 * self._size) % self._size).float()
 
     @torch.no_grad()
@@ -42,11 +42,11 @@ class HashForCausalLM(torch.nn.Module):
     ) -> LogitsProcessorOutput:
         ids = input_ids.to(torch.float32).unsqueeze(1).expand(-1, WIDTH).contiguous()
         hashes = self.attention(ids, ids, ids, forward_batch)[:, 0].to(torch.int64)
-        # A prefill has a row for each new token, of which the last has the hash.
+        # A prefill has a row for each new token. The last row has the hash.
         if (rows := forward_batch.extend_seq_lens) is not None:
             hashes = hashes[rows.cumsum(0) - 1]
-        # The hashes of two contexts differ by the same number after each further token that is the
-        # same in both. Their squares do not, so contexts that meet in one word part in the next.
+        # After equal further tokens, two contexts' hashes keep their difference. Their squares do
+        # not, so two contexts that agree in one word differ in the next.
         words = self.words[hashes * hashes % PRIME % len(self.words)]
         starts = (self._size - words).tolist()
         logits = torch.stack([self._logits[start : start + self._size] for start in starts])
@@ -61,7 +61,7 @@ class HashForCausalLM(torch.nn.Module):
 class HashAttentionBackend(CpuAttentionBackend):
     """Reads the ids of a request's context from the KV pool, and returns their hash.
 
-    The hash stands in the last row of each request; the other rows are zero.
+    The last row of each request has the hash. The other rows are zero.
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:

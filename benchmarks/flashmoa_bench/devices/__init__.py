@@ -1,1 +1,0 @@
-"""Check modelled GPUs against measurements on real ones."""

@@ -42,9 +42,9 @@ links are made in this order. Leave out the caller's own next turn: the engine's
 its prompt. ``Turn.after`` names the agents whose texts come before, first the agents that write
 now. A turn that may not come has ``sure=False``; such turns get only a share of the KV pool.
 
-**When is a request predicted again?** When ``ExpectedRequest.holds`` returns false; by default it never does.
-Its arguments are the link's prompt so far and the turn as expected now. It is true while expected
-texts are written, and false when a message has come that was not expected.
+**When is a request predicted again?** When ``ExpectedRequest.holds`` returns false; by default it
+never does. Its arguments are the link's prompt so far and the turn as expected now. It is true
+while expected texts are written, and false when a message has come that was not expected.
 """
 
 from flashmoa.engine import EngineClient

@@ -62,7 +62,7 @@ class Agent:
             {},
             {"ignore_eos": True},
             {"frequency_penalty": 0.7},
-            {"min_new_tokens": 5},
+            {"min_new_tokens": 1},
             {"stop": ["e", "zz"]},
             {"logit_bias": {"17": 4.0}},
             {"regex": "[a-z ]{4,40}"},

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from flashmoa.link.learned_runs import Program
+from flashmoa.openai import runs
 from tests.unit.openai.fake_server import FakeServer, serve
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Program]:
+    """Return the programs that are remembered."""
+    programs: dict[str, Program] = {}
+    monkeypatch.setattr(runs, "_programs", programs)
+    runs._warn_of_names.cache_clear()
+    return programs
 
 
 @pytest.fixture

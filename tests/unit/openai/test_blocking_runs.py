@@ -38,12 +38,9 @@ DAY, DAYS = "A day in Patan. ", 60
 
 
 @pytest.fixture(autouse=True)
-def programs(monkeypatch: pytest.MonkeyPatch) -> Generator[dict[str, Program]]:
-    """Return the programs that are remembered; no thread may be left of their runs."""
-    programs: dict[str, Program] = {}
-    monkeypatch.setattr(_runs, "_programs", programs)
+def no_thread_is_left(programs: dict[str, Program]) -> Generator[None]:
     before = threading.active_count()
-    yield programs
+    yield
     assert threading.active_count() == before and not _runs._blocking
 
 

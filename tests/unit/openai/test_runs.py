@@ -21,16 +21,7 @@ from flashmoa.openai import runs as _runs
 from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Program]:
-    """Return the programs that are remembered."""
-    programs: dict[str, Program] = {}
-    monkeypatch.setattr(_runs, "_programs", programs)
-    _runs._warn_of_names.cache_clear()
-    return programs
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("programs")]
 
 
 async def test_the_programs_that_ran_last_are_remembered(

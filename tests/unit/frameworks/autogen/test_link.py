@@ -182,6 +182,15 @@ async def test_an_unknown_manager_is_a_reason(
     )
 
 
+async def test_auto_link_links_a_team_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch)
+    client = make_client(auto_link=True)
+    team = make_team(client)
+    await team.run(task="Go.")
+    assert len(client.linked_teams) == 1
+    await client.close()
+
+
 async def test_auto_link_runs_a_team_that_it_cannot_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

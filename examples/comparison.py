@@ -34,10 +34,6 @@ _NOTES = (
     "agents, T_prefill downstream); above 1 if the known part of the prompt was prefilled even "
     "before the first upstream token, below 0 if what else runs on the cores took more.\n"
 )
-# Decoding answers with fewer tokens would hide hardly any prefill.
-_FEWEST_TOKENS = 8
-# Share of the time left that is planned: later runs may take longer than the first run.
-_PLANNED_SHARE = 0.9
 
 
 @asynccontextmanager
@@ -106,7 +102,8 @@ def choose_size(
     Returns: at most ``rounds`` and ``tokens``; no rounds if one round with short answers is too
         long.
     """
-    fewest = min(tokens, _FEWEST_TOKENS)
+    # Decoding answers with fewer tokens would hide hardly any prefill.
+    fewest = min(tokens, 8)
     for fewer in range(rounds, 0, -1):
         for shorter in range(tokens, fewest - 1, -1):
             saved = 0.0
@@ -148,7 +145,8 @@ async def measure(
     with bars, anyio.move_on_after(60 * arguments.minutes) as limit:
         async with two_clients(arguments, urls, arguments.tokens, real=True) as clients:
             first = await run(names[0], clients)
-        left = _PLANNED_SHARE * (limit.deadline - anyio.current_time())
+        # Later runs may take longer than the first run.
+        left = 0.9 * (limit.deadline - anyio.current_time())
         rounds, tokens = choose_size(
             first, len(names), arguments.repeats, arguments.tokens, seconds=left
         )

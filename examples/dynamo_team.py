@@ -30,8 +30,6 @@ from flashmoa.engine.local import WITHOUT_OVERLAP, free_port, wait_for_costs
 
 MODEL = "demo"
 _SERVE = [sys.executable, "-c", "import sys; from flashmoa.cli import main; sys.exit(main())"]
-_START_SECONDS = 300
-_STOP_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ async def start_dynamo(
             engine = f"http://127.0.0.1:{port}"
             dynamo.workers.append(worker)
             dynamo.engines.append(engine)
-            with anyio.fail_after(_START_SECONDS):
+            with anyio.fail_after(300):
                 while not await _is_listed(dynamo.url, port):
                     if worker.returncode is not None or front_end.returncode is not None:
                         raise RuntimeError(f"a process has ended at its start; see {folder}/*.log")
@@ -125,7 +123,7 @@ async def _stop(process: Process) -> None:
     with anyio.CancelScope(shield=True):
         if process.returncode is None:
             process.terminate()
-        with anyio.move_on_after(_STOP_SECONDS):
+        with anyio.move_on_after(20):
             await process.wait()
         if process.returncode is None:
             process.kill()

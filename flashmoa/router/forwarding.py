@@ -137,6 +137,10 @@ def make_endpoint(
     return endpoint
 
 
+def make_route(path: str, handler: Handler, max_body_bytes: int, *methods: str) -> Route:
+    return Route(path, make_endpoint(handler, max_body_bytes), methods=list(methods))
+
+
 def parse_object(text: str | bytes | memoryview) -> dict[str, Any]:
     """Return the JSON object in ``text``; ``{}`` for another text, which engines then refuse."""
     try:

@@ -15,7 +15,6 @@ from typing import cast
 import anyio
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, EngineSettings, prompt_fields
@@ -31,8 +30,8 @@ from flashmoa.router.forwarding import (
     EngineLost,
     ForwardedRequest,
     make_application,
-    make_endpoint,
     make_error_response,
+    make_route,
     open_connections,
     parse_object,
 )
@@ -72,16 +71,12 @@ class ShellOptions:
 
 def shell_application(options: ShellOptions) -> Starlette:
     """Return a server of the PD router's routes, agents' chats, and prompt streams."""
-    shell = _Shell(options)
-    chat = make_endpoint(shell.chat, options.max_body_bytes)
-    pass_on = make_endpoint(shell.pass_on, options.max_body_bytes)
-    hear = make_endpoint(shell.hear, options.max_body_bytes)
-    info = make_endpoint(shell.info, options.max_body_bytes)
+    shell, limit = _Shell(options), options.max_body_bytes
     routes = [
-        Route(CHAT, chat, methods=["POST"]),
-        Route(CALLS, hear, methods=["GET"]),
-        Route("/flashmoa/info", info, methods=["GET"]),
-        Route("/{path:path}", pass_on, methods=["GET", "POST", "PUT", "DELETE"]),
+        make_route(CHAT, shell.chat, limit, "POST"),
+        make_route(CALLS, shell.hear, limit, "GET"),
+        make_route("/flashmoa/info", shell.info, limit, "GET"),
+        make_route("/{path:path}", shell.pass_on, limit, "GET", "POST", "PUT", "DELETE"),
     ]
     return make_application(routes, shell.lifespan)
 

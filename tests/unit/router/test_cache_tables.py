@@ -149,26 +149,15 @@ TestLoads.settings = STEPS
 
 
 QWEN3_8B = {
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-}
+    "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+}  # fmt: skip
 QWEN3_235B = {
-    "num_hidden_layers": 94,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+    "num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 
 
 @given(measure=MEASURES, start=st.integers(0, 40), more=st.integers(0, 40))

@@ -24,7 +24,7 @@ from flashmoa.router.shell.agents import (
 from flashmoa.router.shell.application import EarlyPrefill, ShellOptions, shell_application
 from tests.integration.router.serving import serve
 from tests.unit.link.hung_engine import hung_engine
-from tests.unit.router.support import KEY, FakeEngine, pair, running
+from tests.unit.router.support import KEY, FakeEngine, RouterClient, pair, running
 from tests.unit.router.test_forwarding import STREAM, Server
 
 pytestmark = pytest.mark.anyio
@@ -214,6 +214,10 @@ async def test_unusable_response_fails_its_answer(
         await answer.complete()
 
 
+async def ask(client: RouterClient, *parts: str, **more: Any) -> tuple[int, bytes]:
+    return await client("POST", CHAT, json.dumps(reading(*parts, **more)).encode(), KEY)
+
+
 async def test_a_writer_that_leaves_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin = anyio.Event(), AgentPromptCache.begin
 
@@ -223,15 +227,11 @@ async def test_a_writer_that_leaves_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(AgentPromptCache, "begin", note)
     async with pair(FakeEngine(), seconds=60) as client:
-
-        async def ask(*parts: str, **more: str) -> tuple[int, bytes]:
-            return await client("POST", CHAT, json.dumps(reading(*parts, **more)).encode(), KEY)
-
         async with anyio.create_task_group() as writer:
-            writer.start_soon(lambda: ask("So: ", "[absent]", agent="a"))
+            writer.start_soon(lambda: ask(client, "So: ", "[absent]", agent="a"))
             await begun.wait()
             writer.cancel_scope.cancel()
-        status, content = await ask("So: ", "[a]")
+        status, content = await ask(client, "So: ", "[a]")
     assert status == 424 and b"a's request failed: its client left" in content
 
 
@@ -243,10 +243,7 @@ async def test_answer_that_breaks_off_is_an_error() -> None:
         broken.listening() as pd_router,
         running(shell_application(ShellOptions(url, pd_router))) as client,
     ):
-        writing = json.dumps(reading("x", agent="a", stream=True)).encode()
-        _, content = await client("POST", CHAT, writing, KEY)
+        _, content = await ask(client, "x", agent="a", stream=True)
         assert b"the engine is gone" in content
-        status, content = await client(
-            "POST", CHAT, json.dumps(reading("So: ", "[a]")).encode(), KEY
-        )
+        status, content = await ask(client, "So: ", "[a]")
         assert status == 424 and b"was lost" in content

@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.scheduler.admission import deferred, make_room, room_for_streams
-from flashmoa_sglang.scheduler.pins import can_pin, pin_published
+from flashmoa_sglang.scheduler.pins import can_pin
 from flashmoa_sglang.scheduler.plan import Step, plan
-from flashmoa_sglang.scheduler.request import is_increment, is_shareable, state_of
+from flashmoa_sglang.scheduler.request import is_increment, is_shareable
 from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
 from flashmoa_sglang.scheduler.view import IDLE_STEP_SECONDS, read
@@ -174,13 +174,10 @@ def _publish_launched(scheduler: Any, state: SchedulerState) -> None:
         if not _publishes(scheduler, req):
             continue
         RELEASE.publish(scheduler, req)
-        stream = state_of(req).increment_of
-        if stream is not None:
+        if is_increment(req):
             # SGLang would go through the tree once more with the result.
             req.skip_radix_cache_insert = True
-            if state.streams.is_unpinned(req):
-                state.pins.replace(stream, pin_published(scheduler, req))
-            state.streams.settle(req)
+            state.streams.publish(req)
 
 
 def _publishes(scheduler: Any, req: Any) -> bool:

@@ -31,17 +31,12 @@ _MAX_TOKEN_COST = 1.1
 # saves less, as beside one decode on a CPU, delays decodes for nothing: while the next agent writes
 # on another engine, this one is idle and computes the tokens without delaying anyone.
 _MAX_RIDE_COST = 0.85
-# Prompts are mixed in blocks that take at most this factor of their time in a large forward; the
-# second, with an operator's limit. Smaller blocks would let short prompts wait behind long ones.
-_MAX_SLOWDOWN, _MAX_LIMITED_SLOWDOWN = 1.25, 2.0
 # Kernels compute blocks of up to this many tokens.
 _BLOCK_TOKENS = 128
 # Nobody knows when an answer ends. Streams compute their backlog within this many steps.
 _HORIZON_STEPS = 128
-# Where SGLang mixes nothing, streams have a forward of this many tokens after this many steps.
-_OWN_FORWARD_TOKENS, _OWN_FORWARD_STEPS = 1024, 9
-# Where mixing costs too much, decodes have this multiple of the time of streams' own forwards.
-_DECODE_TIME_SHARE = 16
+# Where SGLang mixes nothing, streams have a forward of their own after this many steps.
+_OWN_FORWARD_STEPS = 9
 _FORWARD_SIZES = tuple(1 << n for n in range(6, 14))
 
 
@@ -235,9 +230,11 @@ def _prompt_size(view: StepView, costs: Costs) -> int:
     # Decodes fill a part of the last block.
     below = -(view.decodes % _BLOCK_TOKENS)
     sizes = _fitting(view, costs, [below + size for size in STEP_SIZES])
-    slowest = _MAX_SLOWDOWN
+    # The step may take this factor of the block's time in a large forward. Smaller blocks would let
+    # short prompts wait behind long ones.
+    slowest = 1.25
     if view.limit < inf:
-        slowest = _MAX_LIMITED_SLOWDOWN
+        slowest = 2.0
         sizes.reverse()
     token = costs.per_token_at_best
     if view.chunk:
@@ -260,7 +257,7 @@ def _own_forward(view: StepView, budget: Budget, costs: Costs) -> Step:
     Ranks that step together take turns, however few of them have streams. Prompts whose upstream
     agent has not begun to write come only if no stream grows.
     """
-    before, waiting, most = view.before, view.leading, _OWN_FORWARD_TOKENS
+    before, waiting, most = view.before, view.leading, 1024
     costs_too_much = view.decodes and view.mixes
     if costs_too_much:
         most = budget.alone
@@ -271,8 +268,9 @@ def _own_forward(view: StepView, budget: Budget, costs: Costs) -> Step:
     if view.limit < inf:
         size = min(size, costs.tokens_within(view.limit - step))
     if costs_too_much:
-        # An engine that is soon idle computes streams for less.
-        pause = _DECODE_TIME_SHARE * costs.prefill(most)
+        # Decodes have 16 times as much time as streams, because an engine that is soon idle
+        # computes streams for less.
+        pause = 16 * costs.prefill(most)
     else:
         # Decodes have at least as much time as streams.
         pause = view.ranks * max(_OWN_FORWARD_STEPS * step, costs.prefill(size))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.scheduler.pins import match_and_pin
 from flashmoa_sglang.scheduler.request import is_increment, state_of
 from flashmoa_sglang.sglang.releases import RELEASE
 
@@ -83,8 +82,8 @@ def stream_output(
 ) -> None:
     """Send answers without text past the detokenizer; wraps ``RELEASE.STREAM_OUTPUT``.
 
-    Increments have no answer: the HTTP process only gets their number of tokens. It takes token
-    ids, too, because a server without a tokenizer sends these.
+    The HTTP process takes token ids, too, because a server without a tokenizer sends these.
+    Increments have no answer: the HTTP process only gets their number of tokens.
     """
     state: SchedulerState | None = getattr(streamer.tree_cache, "flashmoa", None)
     if state is None:
@@ -100,11 +99,6 @@ def stream_output(
             state.streams.note_end(req)
     increments = [req for req in reqs if is_increment(req)]
     for req in increments:
-        stream = state_of(req).increment_of
-        if stream is not None and state.streams.is_unpinned(req):
-            key = RELEASE.radix_key(req, len(req.origin_input_ids))
-            pin, _ = match_and_pin(streamer.tree_cache, key)
-            state.pins.replace(stream, pin)
         state.streams.finish(req, state.timer.seconds)
     if increments:
         state.increments_ended = True

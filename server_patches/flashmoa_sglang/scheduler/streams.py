@@ -19,7 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
-from flashmoa_sglang.scheduler.pins import Stage, can_pin, match_and_pin
+from flashmoa_sglang.scheduler.pins import Stage, can_pin, match_and_pin, pin_published
 from flashmoa_sglang.scheduler.plan import Growth, Rank, choose_increments, fewest_tokens
 from flashmoa_sglang.scheduler.request import state_of, total_tokens
 from flashmoa_sglang.sglang.releases import RELEASE
@@ -414,12 +414,14 @@ class SchedulerStreams:
             stream.increment = None
             self._changed[stream.id] = stream
 
-    def is_unpinned(self, req: Any) -> bool:
-        """Return whether an increment's stream is open, and its KV is to be pinned now."""
-        return self._stream_of(req) is not None and can_pin(self._scheduler)
+    def publish(self, req: Any) -> None:
+        """Pin an increment whose KV has just been published, so that the next one can follow."""
+        if (stream := self._stream_of(req)) is not None:
+            self._pins.replace(stream.id, pin_published(self._scheduler, req))
+        self.settle(req)
 
     def settle(self, req: Any) -> None:
-        """Note that an increment's KV has been published, so that the next one can follow."""
+        """Note that an increment's KV is in the radix tree."""
         if (stream := self._stream_of(req)) is not None:
             # The stream may have changed the increment's last tokens since.
             stream.prefilled, stream.increment = self._cacheable(stream.kept), None
@@ -427,7 +429,15 @@ class SchedulerStreams:
             self._changed[stream.id] = stream
 
     def finish(self, req: Any, seconds: float) -> None:
-        """Note that an increment has been computed, ``seconds`` after its batch was built."""
+        """Note that an increment has been computed, ``seconds`` after its batch was built.
+
+        Pin its KV, unless it was published once its forward was launched.
+        """
+        stream = self._stream_of(req)
+        if stream is not None and can_pin(self._scheduler):
+            key = RELEASE.radix_key(req, len(req.origin_input_ids))
+            pin, _ = match_and_pin(self._scheduler.tree_cache, key)
+            self._pins.replace(stream.id, pin)
         self.settle(req)
         id_ = state_of(req).increment_of
         assert id_ is not None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.scheduler import apply, results
+from flashmoa_sglang.scheduler import apply, results, streams
 from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.sglang.options import Options
@@ -251,13 +251,12 @@ def test_kv_is_published_once_early_or_late(
 ) -> None:
     published: list[Any] = []
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: published.append(req))
-    monkeypatch.setattr(RELEASE, "radix_key", lambda *_: None)
-    monkeypatch.setattr(apply, "pin_published", lambda *_: Pin("launched", None))
-    monkeypatch.setattr(results, "match_and_pin", lambda *_: (Pin("with its result", None), 5))
+    monkeypatch.setattr(streams, "pin_published", lambda *_: Pin("launched", None))
     idle = engine()
     idle.flashmoa.late_kv, idle.enable_overlap = late, overlap
     idle.open_stream("a", 100)
     (increment,) = step(idle, Build(takes=lambda _: True)).queues[0]
+    monkeypatch.setattr(streams, "match_and_pin", lambda *_: (Pin("with its result", None), 5))
 
     def send_results() -> None:
         results.stream_output(
@@ -283,7 +282,7 @@ def test_kv_is_published_once_early_or_late(
 
 def test_a_stream_that_ends_early_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RELEASE, "publish", lambda *_: None)
-    monkeypatch.setattr(apply, "pin_published", lambda *_: Pin(None, None))
+    monkeypatch.setattr(streams, "pin_published", lambda *_: Pin(None, None))
     idle = engine()
     idle.flashmoa.late_kv = ""
     for stream in "ab":

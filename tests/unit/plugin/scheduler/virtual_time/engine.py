@@ -82,7 +82,7 @@ def overlapping_release() -> Generator[None]:
         patch.setattr(RELEASE, "uncached_tokens", lambda tree, req: tree.engine.uncached(req))
         patch.setattr(RELEASE, "key_of", lambda *_: None)
         patch.setattr(RELEASE, "publish", lambda *_: None)
-        patch.setattr(apply, "pin_published", lambda *_: Pin(None, None))
+        patch.setattr(streams, "pin_published", lambda *_: Pin(None, None))
         patch.setattr(streams, "match_and_pin", lambda *_: (Pin(None, None), 0))
         yield
 

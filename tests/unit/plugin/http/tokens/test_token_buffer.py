@@ -322,23 +322,6 @@ def test_changed_texts_have_the_tokens_of_the_whole(
             assert each.encode(text, special) == tokenizer.encode(text, special)
 
 
-def test_text_that_is_there_is_not_tokenised_again(
-    tokenizers: dict[str, CanonicalTokenizer], guide: str
-) -> None:
-    tokenizer = tokenizers["trained"]
-    buffer = TokenBuffer(tokenizer, add_special_tokens=False)
-    for start in range(0, len(guide), 50):
-        buffer.append(guide[start : start + 50])
-    known = len(buffer.tokens)
-    with counting(tokenizer, "_encode") as encoded:
-        assert buffer.replace(7, guide[7:]) == known
-        assert buffer.replace(len(guide) - 30, guide[-30:] + " The end, and more.") == known
-        assert sum(encoded) < 200
-        # Another end leaves all tokens before it.
-        assert buffer.replace(len(guide) // 2, "Something else. ") > known // 3
-        assert sum(encoded) < 500
-
-
 @given(text=texts, start=st.integers(0, 400))
 @settings(max_examples=100, deadline=None)
 def test_the_last_boundary_is_the_last_of_all_places(
@@ -490,7 +473,7 @@ def test_a_tokenizer_without_places_is_reported_once(
 
 
 def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide: str) -> None:
-    """Appends and the final request tokenise the new text, and not the whole."""
+    """Appends, replacements and the final request tokenise the new text, and not the whole."""
     tokenizer = tokenizers["trained"]
     buffer = TokenBuffer(tokenizer, add_special_tokens=False)
     with counting(tokenizer, "_encode") as encoded:
@@ -500,6 +483,14 @@ def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide
         encoded.clear()
         buffer.encode(guide + " The end.", add_special_tokens=False)
         assert 0 < sum(encoded) < 60
+        encoded.clear()
+        known = len(buffer.tokens)
+        assert buffer.replace(7, guide[7:]) == known
+        assert buffer.replace(len(guide) - 30, guide[-30:] + " The end, and more.") == known
+        assert sum(encoded) < 200
+        # Another end leaves all tokens before it.
+        assert buffer.replace(len(guide) // 2, "Something else. ") > known // 3
+        assert sum(encoded) < 500
 
 
 class Wrapped:

@@ -32,7 +32,7 @@ class CountingEngine:
     """Answers batches after some turns of the event loop, and counts the prefills under way.
 
     Attributes:
-        batches: the requests, in the order in which they came.
+        batches: the requests, in order.
         refuses: the message of a prefill that SGLang aborts, by the last token of its prompt.
         retracts: the last tokens of prompts whose prefill SGLang interrupts once.
     """
@@ -56,7 +56,7 @@ class CountingEngine:
         self.most_under_way = max(self.most_under_way, self.under_way)
         for _ in range(20):
             await asyncio.sleep(0)
-        # SGLang answers in the order in which they are computed.
+        # SGLang answers in the order of its forwards.
         for index in reversed(range(len(request.input_ids))):
             self.under_way -= 1
             if request.input_ids[index][-1] in self.retracts:
@@ -226,7 +226,7 @@ async def test_candidates_of_one_token_share_a_prefill() -> None:
     assert batch.logprob_start_len == [-1, 2] * 3
     assert batch.routed_dp_rank == 1 and batch.stream
     assert len(set(batch.rid)) == 6
-    # The first of the values is that of the prompt's last token, which is no part of the candidate.
+    # The first value belongs to the prompt's last token, which is no part of the candidate.
     assert [scores.logprobs for scores in found] == [[-7, 3 * -0.5, -6]] * 3
     assert [scores.usage.prompt_tokens for scores in found] == [9] * 3
 
@@ -242,7 +242,7 @@ async def test_a_common_prefix_is_computed_before_its_use() -> None:
 
 
 class PromptStream:
-    """A prompt stream in the place of one in the table of streams; ``log`` has what was done."""
+    """Stands for a prompt stream; ``log`` has the calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

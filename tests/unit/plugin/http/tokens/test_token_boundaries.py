@@ -249,7 +249,7 @@ def test_an_added_token_may_end_before_an_accent() -> None:
     assert canonical.boundaries.holds_at(f"{text} b", 3)
 
 
-# Tokenizers with which distant characters come together, or decide how the next piece begins.
+# These tokenizers join distant characters, or distant text decides how the next piece begins.
 REFUSED: dict[str, Callable[[], Any]] = {
     # The character between a letter and its accent is dropped before the two are composed.
     "normal form after a change": lambda: of_pieces(

@@ -1,4 +1,4 @@
-"""A text that is appended in pieces has the canonical tokens: those of the whole text."""
+"""A text that is appended in pieces has the canonical tokens: the tokens of the whole text."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def sentencepiece_like() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
 
 
-# The patterns of o200k (gpt-oss) and of DeepSeek V3, whose first splits numbers and the second
-# Chinese and Japanese; GPT-2's is that of SmolLM2, after single digits.
+# The patterns of o200k (gpt-oss) and of DeepSeek V3. DeepSeek's first pattern splits numbers, the
+# second Chinese and Japanese. SmolLM2 splits single digits, and then splits as GPT-2.
 O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -141,7 +141,7 @@ def byte_level(*splits: pre_tokenizers.PreTokenizer) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The vocabularies of all of them have the numbers up to 999.
+    # All these families have entries for the numbers up to 999.
     numbers = " ".join(map(str, range(1000)))
     tokenizer.train_from_iterator([GUIDE.read_text(), *SCRIPTS.values(), *[numbers] * 9], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
@@ -179,7 +179,7 @@ def byte_level_without_splits() -> Any:
 
 
 def folding() -> Any:
-    """Make a BPE whose entries are compared with other characters than those of the text."""
+    """Make a BPE that folds the characters of a text before it looks for entries."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     trainer = trainers.BpeTrainer(
@@ -277,7 +277,6 @@ def test_pieces_have_the_tokens_of_the_whole(
         kept = buffer.append(piece)
         certain = list(buffer.tokens[: buffer.certain_tokens])
         assert certain == whole[: len(certain)]
-        # What is not said to have changed has not.
         assert list(buffer.tokens[:kept]) == before[:kept]
     assert buffer.all_tokens() == whole
 
@@ -316,28 +315,11 @@ def test_changed_texts_have_the_tokens_of_the_whole(
         assert list(buffer.tokens[:kept]) == before[:kept]
         assert buffer.all_tokens() == whole
     assert buffer.all_tokens() == tokenizer.encode(text, add_special_tokens=True)
-    # The prompt departs from what was streamed. Another thread may use a snapshot.
+    # The prompt departs from the streamed text. Another thread may use a snapshot.
     text = text[: data.draw(st.integers(0, len(text)))] + real
     for each in (buffer, snapshot):
         for special in (False, True):
             assert each.encode(text, special) == tokenizer.encode(text, special)
-
-
-def test_text_that_is_there_is_not_tokenised_again(
-    tokenizers: dict[str, CanonicalTokenizer], guide: str
-) -> None:
-    tokenizer = tokenizers["trained"]
-    buffer = TokenBuffer(tokenizer, add_special_tokens=False)
-    for start in range(0, len(guide), 50):
-        buffer.append(guide[start : start + 50])
-    known = len(buffer.tokens)
-    with counting(tokenizer, "_encode") as encoded:
-        assert buffer.replace(7, guide[7:]) == known
-        assert buffer.replace(len(guide) - 30, guide[-30:] + " The end, and more.") == known
-        assert sum(encoded) < 200
-        # Another end leaves all tokens before it.
-        assert buffer.replace(len(guide) // 2, "Something else. ") > known // 3
-        assert sum(encoded) < 500
 
 
 @given(text=texts, start=st.integers(0, 400))
@@ -491,7 +473,7 @@ def test_a_tokenizer_without_places_is_reported_once(
 
 
 def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide: str) -> None:
-    """Appends and the final request tokenise the new text, and not the whole."""
+    """Appends, replacements and the final request tokenise the new text, and not the whole."""
     tokenizer = tokenizers["trained"]
     buffer = TokenBuffer(tokenizer, add_special_tokens=False)
     with counting(tokenizer, "_encode") as encoded:
@@ -501,6 +483,14 @@ def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide
         encoded.clear()
         buffer.encode(guide + " The end.", add_special_tokens=False)
         assert 0 < sum(encoded) < 60
+        encoded.clear()
+        known = len(buffer.tokens)
+        assert buffer.replace(7, guide[7:]) == known
+        assert buffer.replace(len(guide) - 30, guide[-30:] + " The end, and more.") == known
+        assert sum(encoded) < 200
+        # Another end leaves all tokens before it.
+        assert buffer.replace(len(guide) // 2, "Something else. ") > known // 3
+        assert sum(encoded) < 500
 
 
 class Wrapped:

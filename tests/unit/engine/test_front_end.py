@@ -399,7 +399,7 @@ async def test_a_stream_that_its_request_cannot_find_is_released() -> None:
 async def test_a_stream_whose_worker_fails_is_opened_on_another_one(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_feed, "_WORKER_SECONDS", 0.1)
+    monkeypatch.setattr(prompt_feed, "WORKER_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(front_end, "_FRESH_SECONDS", 0.0)
     instances: list[dict[str, Any]] = []
     placed = {"decode_worker_id": 0}

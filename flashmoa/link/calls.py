@@ -105,6 +105,7 @@ class CallObserver:
             self.report.text_arrived()
 
     def on_finish(self, result: CallResult) -> None:
+        """Receive the complete answer."""
         if self.report is not None:
             self.report.finished(result.text, result.usage, result.finish_reason)
 
@@ -182,7 +183,14 @@ class ObservedCall:
         for observer in self._observers if is_first else ():
             observer.on_prompt(body)
 
+    def add_text(self, text: str) -> None:
+        """Notify the observers of the next part of the answer's text."""
+        self._texts.append(text)
+        for observer in self._observers:
+            observer.on_text(text)
+
     def finish(self, result: CallResult) -> None:
+        """Notify the observers that the answer is complete."""
         self._is_finished = True
         for observer in self._observers:
             observer.on_finish(result)
@@ -241,9 +249,7 @@ class _CallAttempt(CallObserver):
         known = self._known[self._place : self._place + len(text)]
         self._place = self._place + len(text) if text.startswith(known) else None
         if self._place is not None and (new := text[len(known) :]):
-            self._call._texts.append(new)
-            for observer in self._call._observers:
-                observer.on_text(new)
+            self._call.add_text(new)
 
     def on_finish(self, result: CallResult) -> None:
         self._call.answer = result

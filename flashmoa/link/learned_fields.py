@@ -20,7 +20,7 @@ _NEED_TOOLS = ("tool_choice", "parallel_tool_calls")
 
 
 class ChangingFields:
-    """Knows which fields of calls change in a run, compared with the run before."""
+    """Knows which fields of calls change in a run, compared with the last run."""
 
     def __init__(self) -> None:
         # Another value of a field, by its name and its content in any order. Calls often have equal
@@ -28,12 +28,12 @@ class ChangingFields:
         self._others: dict[tuple[str, Hashable], Any] = {}
 
     def add(self, fields: Fields, changes: Changes) -> None:
-        """Note a call of the run before: its fields, and the changes up to then."""
+        """Note a call of the last run: its fields, and their changes up to then."""
         for name, (other, _) in changes.items():
             self._note(name, fields.get(name), other)
 
     def compare(self, earlier: Fields, changes: Changes, now: Fields) -> Changes:
-        """Return the changes of a call's fields, given those up to the run before."""
+        """Return the changes of a call's fields, given the changes up to the last run."""
         found = {name: (other, runs + 1) for name, (other, runs) in changes.items()}
         # After eight equal runs, a field is expected to stay the same.
         found = {name: change for name, change in found.items() if change[1] < 8}

@@ -28,8 +28,9 @@ from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt
 from flashmoa.link.response_items import write_messages
 from flashmoa.observe import Listener
 
-# The last requests of a run, one for each server, set of headers and namespace. Each is the second
-# of a pair: the first is its request of the example or, without one, the request itself.
+# Pairs of a request of the example, and the request that this run sent in its place. If the example
+# has no such request, both are the run's. Only the last pair is kept for each server, headers and
+# namespace.
 SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
 # The key of a call may have a number after its agent's name.
 _NUMBER = re.compile(r" \(\d+\)\Z")

@@ -312,7 +312,6 @@ class Link:
 
         Behind a front end it is opened elsewhere if its worker dies, hangs or drains.
         """
-        # A front end needs a moment to notice that a worker has died.
         for tries_left in reversed(range(8)):
             try:
                 await self._feed.run()
@@ -327,6 +326,7 @@ class Link:
             async with anyio.create_task_group() as group:
                 # A worker that hangs may continue later.
                 group.start_soon(self.delete_stream)
+                # A front end needs a moment to notice that a worker has died.
                 await anyio.sleep(0.25)
                 group.cancel_scope.cancel()
             if self.is_over:

@@ -1,8 +1,8 @@
 """Keep a link to each agent that may call next, while other agents write (:class:`LinkPlanner`).
 
-:meth:`LinkPlanner.plan` brings the links up to date in the background of calls: ``upcoming`` says
-who may call next, ``expect`` what this agent will ask, and :class:`~flashmoa.link.links.Links`
-keeps, extends, opens and ends the links.
+:meth:`LinkPlanner.plan` brings the links up to date in the background of calls. ``upcoming``
+returns the turns that may come next, ``expect`` returns the request of a turn, and
+:class:`~flashmoa.link.links.Links` keeps, extends, opens and ends the links.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class Slot:
         strip_start, strip_end: whether the chat template strips white space at the start, and at
             the end. Trailing white space is then withheld until more text follows it.
         call: the id of the writer's call, if the prompt's engine adds its text by itself.
+        is_open: whether more text may come.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Prompt:
 
     @property
     def is_complete(self) -> bool:
+        """Whether every slot is closed."""
         return not any(slot.is_open for slot in self.slots)
 
     def stable(self, start: int = 0) -> str:

@@ -49,6 +49,8 @@ Result = TypeVar("Result")
 
 OPEN_TIMEOUT_SECONDS = 10.0
 RELEASE_TIMEOUT_SECONDS = 0.3
+# A link is to have a stream on another worker within 2 s.
+WORKER_TIMEOUT_SECONDS = 1.5
 # An estimate until a step has counted a prompt's tokens.
 _CHARACTERS_PER_TOKEN = 4.0
 # Messages that were logged for all to see, by the engine's URL and the kind of message.
@@ -328,8 +330,7 @@ class PromptFeed(Feed):
 
         Raises: EngineTimeout if it hangs; EngineUnreachable if it has left its front end.
         """
-        # The link is to have a stream on another worker within 2 s.
-        seconds = None if self.is_named else 1.5
+        seconds = None if self.is_named else WORKER_TIMEOUT_SECONDS
         with anyio.move_on_after(seconds):
             if not await self._engine.takes_requests(state.id):
                 text = f"the worker of prompt stream {state.id} takes no requests"
@@ -447,7 +448,7 @@ class PlainFeed(Feed):
         per_token = _CHARACTERS_PER_TOKEN
         if self._sent_tokens:
             per_token = self._sent_characters / self._sent_tokens
-        new = (len(self._prompt.stable()) - self._sent_characters) / per_token
+        new = len(self._prompt.stable(self._sent_characters)) / per_token
         being_written = [slot for slot in self._prompt.slots if slot.is_open]
         written = {slot.name: len(slot.stable()) / per_token for slot in being_written}
         to_come = 0.0

@@ -147,6 +147,7 @@ class StreamedText:
 
     @property
     def written(self) -> str:
+        """The text so far."""
         return "".join(self._parts)
 
     @property

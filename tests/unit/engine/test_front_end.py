@@ -350,7 +350,7 @@ async def test_a_stream_that_cannot_be_found_is_released() -> None:
 async def test_a_failed_workers_stream_is_opened_elsewhere(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_feed, "_WORKER_SECONDS", 0.1)
+    monkeypatch.setattr(prompt_feed, "WORKER_TIMEOUT_SECONDS", 0.1)
     instances: list[dict[str, Any]] = []
     placed = {"decode_worker_id": 0}
     events: list[Event] = []

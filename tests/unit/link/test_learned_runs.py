@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -35,13 +36,19 @@ def play(run: LearnedRun, name: str, request: RecordedRequest, answer: str | Non
     return call.key
 
 
+@contextmanager
+def running(program: Program) -> Generator[LearnedRun]:
+    """Begin a run of a program, and finish it."""
+    run = LearnedRun(program)
+    yield run
+    run.finish()
+
+
 def learn(*calls: tuple[str, RecordedRequest, str | None]) -> Program:
     """Return a program after one run with these calls."""
-    program = Program()
-    run = LearnedRun(program)
-    for call in calls:
-        play(run, *call)
-    run.finish()
+    with running(program := Program()) as run:
+        for call in calls:
+            play(run, *call)
     return program
 
 
@@ -104,14 +111,12 @@ def test_answers_in_messages_are_found(
 
 def test_a_prompt_has_no_answer_that_came_after_it() -> None:
     """A word of the instructions may be the whole answer, or another agent's."""
-    program = Program()
-    run = LearnedRun(program)
-    play(run, "plan", make_request("A trip to Nepal"), PLAN)
-    request = make_request(f"Say fine or poor.\n{PLAN}")
-    judge, other = run.begin("judge", request), run.begin("other", make_request("Poor?"))
-    run.complete(other, "poor")
-    run.complete(judge, "fine")
-    run.finish()
+    with running(program := Program()) as run:
+        play(run, "plan", make_request("A trip to Nepal"), PLAN)
+        request = make_request(f"Say fine or poor.\n{PLAN}")
+        judge, other = run.begin("judge", request), run.begin("other", make_request("Poor?"))
+        run.complete(other, "poor")
+        run.complete(judge, "fine")
     texts = {"plan": "<plan>", "judge": "<judge>", "other": "<other>"}
     predicted = LearnedRun(program).predict("judge", texts.get)
     assert contents(predicted) == ["Say fine or poor.\n<plan>"]
@@ -122,10 +127,9 @@ def test_a_wrong_prediction_is_not_repeated() -> None:
         ("plan", make_request("A trip"), PLAN),
         ("check", make_request(f"It is 12:01. Check:\n{PLAN}"), "Fine."),
     )
-    run = LearnedRun(program)
-    play(run, "plan", make_request("A trip"), PLAN)
-    play(run, "check", make_request(f"It is 12:07. Check:\n{PLAN}"), "Fine.")
-    run.finish()
+    with running(program) as run:
+        play(run, "plan", make_request("A trip"), PLAN)
+        play(run, "check", make_request(f"It is 12:07. Check:\n{PLAN}"), "Fine.")
     differed = program.example["check"].differed
     assert differed is not None and (differed.message, differed.offset) == (0, len("It is 12:0"))
 
@@ -143,9 +147,9 @@ def test_equal_calls_are_expected_in_their_order(question: str) -> None:
     def ask(run: LearnedRun, word: str) -> str:
         return play(run, "ask", make_request(question.format(word)), "")
 
-    run = LearnedRun(program := Program())
-    assert [ask(run, word) for word in ("Black", "Red", "Blue")] == ["ask", "ask (2)", "ask (3)"]
-    run.finish()
+    with running(program := Program()) as run:
+        keys = [ask(run, word) for word in ("Black", "Red", "Blue")]
+    assert keys == ["ask", "ask (2)", "ask (3)"]
     run = LearnedRun(program)
     assert [ask(run, word) for word in ("Rose", "Brown", "Ruby")] == list(program.example)
 
@@ -239,11 +243,9 @@ def test_the_work_does_not_grow_with_the_calls(
 
 
 def test_at_most_as_many_calls_as_streams_are_expecte() -> None:
-    program = Program()
-    run = LearnedRun(program)
-    for number in range(300):
-        run.begin("ask", make_request(f"Summarise: {number}"))
-    run.finish()
+    with running(program := Program()) as run:
+        for number in range(300):
+            run.begin("ask", make_request(f"Summarise: {number}"))
     assert LearnedRun(program).upcoming(2) == list(run.calls)[:256]
 
 
@@ -285,10 +287,9 @@ def test_lengths_are_forgotten_with_their_calls() -> None:
     """As names of agents that hold a user's, which would be kept for ever."""
     program = Program()
     for number in range(3):
-        run = LearnedRun(program)
-        key = play(run, f"agent of user {number}", make_request("A trip"), PLAN)
-        program.output_lengths.add(key, 7)
-        run.finish()
+        with running(program) as run:
+            key = play(run, f"agent of user {number}", make_request("A trip"), PLAN)
+            program.output_lengths.add(key, 7)
         known = [f"agent of user {each}" for each in range(3)]
         assert [program.output_lengths.expect(each) for each in known].count(7) == 1
 
@@ -338,15 +339,14 @@ def play_with_dead_server(program: Program) -> tuple[list[str], list[str]]:
 
     All calls have the same name.
     """
-    run = LearnedRun(program)
     kept: list[str] = []
     failed: list[str] = []
-    for content in ("A trip", f"Check:\n{PLAN}"):
-        call = run.begin("go", make_request(content, url="http://down"))
-        run.fail(call)
-        failed.append(call.key)
-        kept.append(play(run, "go", make_request(content), PLAN))
-    run.finish()
+    with running(program) as run:
+        for content in ("A trip", f"Check:\n{PLAN}"):
+            call = run.begin("go", make_request(content, url="http://down"))
+            run.fail(call)
+            failed.append(call.key)
+            kept.append(play(run, "go", make_request(content), PLAN))
     return kept, failed
 
 

@@ -15,8 +15,8 @@ from flashmoa.errors import EngineUnreachable, PluginMissing
 from flashmoa.link.learned_texts import common_prefix
 from flashmoa.link.link import Link
 from flashmoa.link.prompt import Prompt, Slot
-from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened
-from flashmoa.observe.events import LATE
+from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened, Listener
+from flashmoa.observe.events import LATE, ignore
 
 pytestmark = pytest.mark.anyio
 HEAD = "head" * 100
@@ -89,24 +89,23 @@ async def running(link: Link) -> AsyncGenerator[Link]:
 
 
 def make_link(
-    server: FakeServer, events: list[Event], prompt: Prompt, expected: int | None = None
+    server: FakeServer,
+    listener: Listener = ignore,
+    *segments: str | Slot,
+    expected: int | None = None,
 ) -> Link:
-    return Link(
-        PlainEngine(server),
-        prompt,
-        agent="B",
-        expect=lambda _: expected,
-        listener=events.append,
-    )
+    """Return a link to a prompt, by default ``HEAD`` and the text of A."""
+    prompt = Prompt(segments or [HEAD, Slot("A")])
+    expect = {"A": expected}.get
+    return Link(PlainEngine(server), prompt, agent="B", expect=expect, listener=listener)
 
 
-async def settle() -> None:
-    await anyio.wait_all_tasks_blocked()
+settle = anyio.wait_all_tasks_blocked
 
 
 async def test_written_text_is_sent_in_halves() -> None:
     server, events = FakeServer(), list[Event]()
-    async with running(make_link(server, events, Prompt([HEAD, Slot("A")]), expected=800)) as link:
+    async with running(make_link(server, events.append, expected=800)) as link:
         await settle()
         for _ in range(80):
             link.feed("A", "word" * 10)
@@ -127,7 +126,7 @@ async def test_written_text_is_sent_in_halves() -> None:
 
 async def test_a_short_prompt_is_left_to_its_request() -> None:
     server, events = FakeServer(), list[Event]()
-    async with running(make_link(server, events, Prompt(["short", Slot("A")]))) as link:
+    async with running(make_link(server, events.append, "short", Slot("A"))) as link:
         link.feed("A", "text")
         link.close_slot("A")
         await settle()
@@ -144,7 +143,7 @@ async def test_a_short_prompt_is_left_to_its_request() -> None:
 async def test_a_request_or_an_end_cancels_the_step(is_cancelled: bool) -> None:
     server, events = FakeServer(), list[Event]()
     server.hangs = True
-    link = make_link(server, events, Prompt([HEAD, Slot("A")]))
+    link = make_link(server, events.append)
     async with anyio.create_task_group() as group:
         group.start_soon(link.run)
         await server.wait_for(1)
@@ -161,7 +160,7 @@ async def test_a_request_or_an_end_cancels_the_step(is_cancelled: bool) -> None:
 
 async def test_a_complete_prompt_without_a_request_is_sent() -> None:
     server = FakeServer()
-    async with running(make_link(server, [], Prompt([HEAD, Slot("A"), " end"]))) as link:
+    async with running(make_link(server, ignore, HEAD, Slot("A"), " end")) as link:
         await server.wait_for(1)
         link.feed("A", HEAD)
         await server.wait_for(2)
@@ -176,7 +175,7 @@ async def test_a_cache_that_keeps_nothing_gets_no_more_steps(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server, events = FakeServer(forgets=True), list[Event]()
-    async with running(make_link(server, events, Prompt([HEAD, Slot("A")]))) as link:
+    async with running(make_link(server, events.append)) as link:
         await settle()
         for _ in range(50):
             link.feed("A", HEAD)
@@ -203,7 +202,7 @@ async def test_an_error_of_the_server_ends_only_the_link(
     server.error = error
     # A warning the first time only, and another test's may have been that.
     caplog.set_level(logging.DEBUG)
-    async with running(make_link(server, events, Prompt([HEAD, Slot("A")]))) as link:
+    async with running(make_link(server, events.append)) as link:
         await settle()
         link.feed("A", HEAD)
         assert link.claim() is None
@@ -228,7 +227,7 @@ async def test_off_sends_nothing() -> None:
 
 async def test_a_prompt_that_becomes_another_is_sent_as_that() -> None:
     server = FakeServer()
-    async with running(make_link(server, [], Prompt([HEAD, Slot("A")]))) as link:
+    async with running(make_link(server)) as link:
         await server.wait_for(1)
         assert link.become(Prompt([HEAD, HEAD, Slot("C")]))
         await server.wait_for(2)
@@ -239,7 +238,7 @@ async def test_replaced_text_is_sent_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = FakeServer()
-    async with running(make_link(server, [], Prompt([HEAD, Slot("A")]))) as link:
+    async with running(make_link(server)) as link:
         await server.wait_for(1)
         link.feed("A", "draft " * 200)
         await server.wait_for(2)
@@ -260,7 +259,7 @@ async def test_replaced_text_is_sent_again(
 async def test_text_replaced_during_a_step_is_sent_again() -> None:
     server = FakeServer()
     server.may_answer = anyio.Event()
-    async with running(make_link(server, [], Prompt([HEAD, Slot("A")]))) as link:
+    async with running(make_link(server)) as link:
         link.feed("A", "draft " * 200)
         await server.wait_for(1)
         link.replace("A", "final " * 200)

@@ -28,7 +28,7 @@ from flashmoa.link.linked_call import LinkedCall
 from flashmoa.link.options import LinkSettings
 from flashmoa.link.planner import LinkPlanner
 from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt, Slot
-from flashmoa.link.reasons import NO_LINKS, NO_PLUGIN, OTHER_COURSE, OWN_TURN, UNEXPECTED
+from flashmoa.link.reasons import NO_PLUGIN, OTHER_COURSE, OWN_TURN, UNEXPECTED
 from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits
 from flashmoa.observe.events import FIRST, LATE, ignore
 from tests.unit.link.hung_engine import hung_engine
@@ -55,14 +55,9 @@ class Pair(LinkPlanner):
 
     is_running = True
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        kv_share: float = 1.0,
-        settings: LinkSettings = LinkSettings(),  # noqa: B008 - it is frozen
-    ) -> None:
+    def __init__(self, engine: EngineClient, kv_share: float = 1.0) -> None:
         self.events: list[Event] = []
-        super().__init__(self.events.append, settings, kv_share=kv_share)
+        super().__init__(self.events.append, LinkSettings(), kv_share=kv_share)
         self.forecasts = 0
         self.may_forecast = anyio.Event()
         self.may_forecast.set()
@@ -281,14 +276,6 @@ async def test_a_call_whose_link_has_ended_says_why(planner: Pair, end: str, rea
     assert planner.reasons() == [FIRST, reason]
 
 
-async def test_watched_calls_say_that_links_are_off() -> None:
-    async with EngineClient(ENGINE) as engine:
-        planner = Pair(engine, settings=LinkSettings(ahead="nothing"))
-        planner.begin("writer", REQUEST)
-        planner.begin("reader", REQUEST)
-        assert planner.reasons() == [NO_LINKS] * 2
-
-
 @pytest.mark.parametrize(("url", "holds"), [("http://elsewhere", True), (ENGINE, False)])
 async def test_another_call_does_not_use_the_link(planner: Pair, url: str, holds: bool) -> None:
     link = await planner.write()
@@ -354,28 +341,6 @@ async def test_a_share_of_the_pool_is_checked(share: float) -> None:
 async def test_a_link_knows_the_lengths_of_texts(planner: Pair) -> None:
     planner.output_lengths.add("writer", 120)
     assert (await planner.write())._expect("writer") == 120
-
-
-async def test_a_call_that_overtakes_its_stream_is_late(planner: Pair) -> None:
-    link = Link(EngineClient(ENGINE), Prompt(["a"]), agent="reader")
-    LinkedCall(planner, "reader", REQUEST, link)
-    (started,) = planner.events
-    assert isinstance(started, CallStarted)
-    assert started.late and started.stream_id is None
-
-
-async def test_an_answer_may_differ_from_its_text(planner: Pair) -> None:
-    """Its request broke off, was sent again, and got a different answer."""
-    writer = planner.begin("writer", REQUEST)
-    link = await planner.link()
-    writer.on_text("The quick fox")
-    assert link.prompt.take() == "Read: The quick fox"
-    writer.on_finish(CallResult("The quick dog.", None, "stop", is_forwarded=True))
-    assert not link.is_over and link.prompt.is_complete
-    assert link.prompt.take_back() == len("Read: The quick ")
-    assert link.prompt.take() == "dog."
-    assert planner.take_link("reader", ENGINE) is link
-    assert await writer.text == "The quick dog."
 
 
 async def test_text_before_a_tool_call_is_taken_back(planner: Pair) -> None:

@@ -114,20 +114,6 @@ def naive(prompt: Prompt, slots: list[Slot], written: dict[int, str]) -> str:
     return text
 
 
-def test_a_change_beyond_the_frontier_takes_none_back() -> None:
-    first, second = Slot("first"), Slot("second")
-    prompt = Prompt([first, second])
-    second.append("later")
-    first.append("now")
-    assert prompt.take() == "now"
-    prompt.replace(second, "never")
-    assert prompt.take_back() is None
-    first.close()
-    assert prompt.take() == "never"
-    prompt.replace(second, "")
-    assert (prompt.take_back(), prompt.take(), prompt.take_back()) == (3, "", None)
-
-
 def test_a_prompt_that_restarts_or_becomes_another() -> None:
     slot, same = Slot("A"), Slot("A")
     prompt = Prompt(["So ", slot])

@@ -29,7 +29,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
         "link.limits.MAX_REMEMBERED",
     ):
         monkeypatch.setattr(f"flashmoa.{limit}", 20)
-    monkeypatch.setattr("flashmoa.observe.report._MOST_EVENTS", 20)
+    monkeypatch.setattr("flashmoa.observe.report._MAX_EVENTS", 20)
     server = serve(monkeypatch)
     # Pydantic keeps the last thousands of short strings that it reads, so there are no others.
     server._ids = itertools.repeat(0)  # type: ignore[assignment]

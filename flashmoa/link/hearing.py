@@ -59,7 +59,7 @@ class CallChannel:
 
     def open(self) -> None:
         """Listen in the background until :meth:`close`. Repeating this is harmless."""
-        if not self._is_closed and time.monotonic() >= self._retry_at:
+        if time.monotonic() >= self._retry_at:
             self._listening.start_if_idle()
 
     def close(self) -> None:

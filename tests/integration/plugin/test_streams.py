@@ -227,13 +227,14 @@ async def test_only_the_end_is_computed_again_if_only_the_end_differs(
     await client.flush_cache()
     text, end = words(300, 78), words(20, 79)
     opened = (await http.post("/prompt_streams", json={"text": text + words(20, 80)})).json()["id"]
-    before = await wait_until_prefilled(client, opened, 300)
+    await wait_until_prefilled(client, opened, 300 - LAG)
     body = {"seq": 0, "start": len(text), "text": end}
     append = f"/prompt_streams/{opened}/append"
     for _ in range(2):
         assert (await http.post(append, json=body)).json()["next_seq"] == 1
     after = await complete_stream(client, opened, 1)
-    assert after.computed_tokens - before.computed_tokens < 60
+    # Computed twice, the whole would be twice as much.
+    assert after.computed_tokens < after.received_tokens + 60
     _, usage = await generate(client, text + end, 4, opened)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
     assert usage.late_tokens is not None and usage.late_tokens <= 2

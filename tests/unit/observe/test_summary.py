@@ -231,7 +231,7 @@ def test_a_reason_without_a_link_is_told_once() -> None:
 def test_every_status_of_an_engine_has_a_meaning() -> None:
     """A report explains each status that its table shows."""
     text = (ROOT / "docs" / "engine-api.md").read_text()
-    listed = text[text.index("- `prompt_stream.status`") : text.index("`prompt_stream.prefills`")]
+    listed = text[text.index("`prompt_stream.status`") : text.index("`prompt_stream.prefills`")]
     statuses = set(re.findall(r"`([a-z_]+)`", listed))
     assert statuses >= {"hit", "expired"} and statuses <= LINK_WORDS.keys()
 

@@ -95,6 +95,7 @@ class RunningTools(dict[str, RequestAfterTools]):
                 await request.over.wait()
             self.give_up(request, "unused")
 
+        self.end(request.agent)  # An earlier request would have come by now.
         # Programs that only want a tool's arguments never send the request.
         if len(self) >= MAX_CALLS_AT_ONCE:
             self.give_up(next(iter(self.values())), "unused")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -126,6 +126,21 @@ def comparable(answer: Body) -> Any:
     return answer["text"], answer.get("output_ids"), meta["finish_reason"], logprobs
 
 
+async def gather(ask: Callable[[int], Awaitable[Any]]) -> list[Any]:
+    """Return what each agent's request is answered, with a few requests at once."""
+    answers: list[Any] = [None] * AGENTS
+    slots = anyio.CapacityLimiter(AT_ONCE)
+
+    async def run(number: int) -> None:
+        async with slots:
+            answers[number] = await ask(number)
+
+    async with anyio.create_task_group() as group:
+        for number in range(AGENTS):
+            group.start_soon(run, number)
+    return answers
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 async def test_random_agents_get_what_a_stock_engine_answers(
     engines: LocalEngines, model: Path, words: Words, setting: tuple[int, int, int, Any]
@@ -135,31 +150,20 @@ async def test_random_agents_get_what_a_stock_engine_answers(
     stock = [each for each in arguments if each not in ("--flashmoa-schedule", "sjf")]
     known: list[str] = []
     agents = [Agent(1000 * chunk + seed, words, more, known) for seed in range(AGENTS)]
-    answers: dict[int, Body | None] = {}
-    expected: dict[int, Body] = {}
-    slots = anyio.CapacityLimiter(AT_ONCE)
-
     async with start_special_engine(
         engines, model, *arguments, pool=pool, environment={**RIDING, **STRICT}
     ) as engine:
         async with (
             EngineClient(engine.url, timeout=120) as client,
             httpx.AsyncClient(base_url=engine.url, timeout=120) as http,
-            anyio.create_task_group() as group,
         ):
-
-            async def ask(number: int) -> None:
-                async with slots:
-                    answers[number] = await agents[number].run(client, http)
-
-            for number in range(AGENTS):
-                group.start_soon(ask, number)
+            answers = await gather(lambda number: agents[number].run(client, http))
         async with EngineClient(engine.url, timeout=60) as client:
             for stream_id in known:
                 with suppress(EngineError):
                     await client.delete_stream(stream_id)
             await wait_until_idle(client)
-            statuses = await client.info()
+            assert (await client.info()).prompt_streams == 0
     twin = await engines.start(
         model,
         core=1,
@@ -167,22 +171,12 @@ async def test_random_agents_get_what_a_stock_engine_answers(
         environment={"SGLANG_PLUGINS": "none"},
     )
     try:
-        async with (
-            httpx.AsyncClient(base_url=twin.url, timeout=120) as http,
-            anyio.create_task_group() as group,
-        ):
-
-            async def ask_twin(number: int) -> None:
-                async with slots:
-                    answer = await http.post("/generate", json=agents[number].body)
-                    expected[number] = answer.json()
-
-            for number in range(AGENTS):
-                group.start_soon(ask_twin, number)
+        async with httpx.AsyncClient(base_url=twin.url, timeout=120) as http:
+            sent = await gather(lambda number: http.post("/generate", json=agents[number].body))
+            expected = [answer.json() for answer in sent]
     finally:
         await twin.stop()
-    assert statuses.prompt_streams == 0
-    given = {number: answer for number, answer in answers.items() if answer is not None}
+    given = {number: answer for number, answer in enumerate(answers) if answer is not None}
     assert len(given) > AGENTS / 2
     differing = {
         number: (comparable(answer), comparable(expected[number]), agents[number].body)

@@ -514,3 +514,13 @@ async def test_a_request_is_not_expected_for_ever(
     await until(lambda: not planner.tools)
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None
+
+
+async def test_an_agents_newer_request_takes_the_place_of_an_older_one(planner: Pair) -> None:
+    older, newer = (RequestAfterTools("writer", (LOOK,), [planner.after_tools]) for _ in range(2))
+    planner.tools.add(older)
+    planner.tools.add(newer)
+    assert older.over.is_set() and not newer.over.is_set()
+    assert planner.tools["writer"] is newer
+    planner.tools.give_up(older)
+    assert planner.tools["writer"] is newer

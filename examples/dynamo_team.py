@@ -8,6 +8,7 @@ request would go. So that worker prefills the next agent's prompt while an agent
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -74,7 +75,7 @@ async def start_dynamo(
             return process
 
         async def add_worker() -> None:
-            core, port = len(dynamo.workers), free_port(4)
+            core, port = next(cores), free_port(4)
             serve = ["serve", "--dynamo", "--model-path", str(model), "--port", str(port)]
             serve += ["--served-model-name", MODEL, *arguments]
             worker = await start(f"worker-{core}", [*_SERVE, *serve], **_one_core(core))
@@ -88,7 +89,7 @@ async def start_dynamo(
                     await anyio.sleep(0.5)
             await wait_for_costs(engine)
 
-        port = free_port()
+        cores, port = itertools.count(), free_port()
         command = [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file"]
         command += ["--router-mode", "kv", "--http-port", str(port), "--migration-limit", "3"]
         front_end = await start("front-end", command)

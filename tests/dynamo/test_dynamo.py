@@ -265,7 +265,7 @@ async def test_a_prompt_is_held_while_tools_run(
     """The engine is sent token ids only; others fill the pool meanwhile."""
     monkeypatch.setenv("DYN_TOOL_CALL_PARSER", "hermes")
     call = r'<tool_call>\{"name": "weather", "arguments": \{"city": "(Rome|Oslo)"\}\}</tool_call>'
-    arguments = ["--tool-call-parser", "hermes", "--flashmoa-hold-tool-calls", "60"]
+    arguments = ["--tool-call-parser", "hermes"]
     arguments += ["--preferred-sampling-params", json.dumps({"regex": call})]
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     guide = GUIDE.read_text()

@@ -1,6 +1,6 @@
 """A program with Anthropic's client finds its prompts on an engine that holds them over tools.
 
-The engine is started with ``--flashmoa-hold-tool-calls``, and its random model calls ``weather``.
+The engine's random model calls ``weather``.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ _ARGUMENTS = ("--enable-cache-report", "--tool-call-parser", "pythonic")
 ROLES = (
     Role("roomy", plugin=False, arguments=_ARGUMENTS, optional=True),
     Role("stock", plugin=False, arguments=_ARGUMENTS),
-    Role("flashmoa", plugin=True, arguments=(*_ARGUMENTS, "--flashmoa-hold-tool-calls", "60")),
+    Role("flashmoa", plugin=True, arguments=_ARGUMENTS),
 )
 
 

@@ -186,7 +186,7 @@ class Options(ServerOptions):
         ("on", "off"),
     )
     hold_tool_calls: float = option(
-        0.0,
+        60.0,
         "Seconds for which the KV of an agent's next prompt is kept while the agent's tools run, "
         "for any client, unless requests need the room; 0: it is ordinary cache.",
     )

@@ -315,6 +315,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 json_output=json_output,
                 extra_create_args=extra_create_args,
                 cancellation_token=cancellation_token,
+                max_consecutive_empty_chunk_tolerance=max_consecutive_empty_chunk_tolerance,
                 include_usage=include_usage,
             )
             async with aclosing(stream), aclosing(call.items(stream)) as items:

@@ -16,6 +16,7 @@
 # make gpu-prepare   fill .gpu/ with what a machine with one GPU and no network needs for the
 #                    checks there (docs/gpu.md)
 # make check   lint, format, types, and the files of deploy/
+# make wheels  build the wheels of the three packages in dist/
 # make docs    build the documentation site in .site; a broken link is an error
 # make clean   remove what these made
 
@@ -39,7 +40,7 @@ DEFAULT_SOURCE := .cache/sglang/$(shell sed -n 's/^sglang==//p' requirements/sgl
 # Some frameworks do not go with the newest client of OpenAI.
 FRAMEWORKS := .venvs/frameworks/.ready .venvs/frameworks-openai2/.ready
 
-.PHONY: setup demo demo-dynamo test test-ci test-all nightly check-newest test-conformance test-dynamo test-vllm test-releases $(RELEASE_TESTS) gpu-prepare check format docs clean
+.PHONY: setup demo demo-dynamo test test-ci test-all nightly check-newest test-conformance test-dynamo test-vllm test-releases $(RELEASE_TESTS) gpu-prepare check format docs wheels clean
 setup: $(READY) $(MODEL)
 
 define CHECK_MACHINE
@@ -164,6 +165,7 @@ check: $(READY)
 	@$(BIN)/pyright & sources=$$!; $(BIN)/pyright -p tests && wait $$sources
 	@$(BIN)/hadolint deploy/Dockerfile
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec deploy/compose.yaml
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(BIN)/kubernetes-validate --strict --quiet deploy/kubernetes/resources.yaml
 
 format: $(READY)
@@ -174,5 +176,9 @@ docs: $(READY)
 	@$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs .site
 	@echo "The site: .site/index.html"
 
+wheels: $(READY)
+	@rm -rf dist
+	@$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist . ./server_patches ./benchmarks
+
 clean:
-	rm -rf $(VENV) .venvs .cache .site .gpu .pytest_cache .ruff_cache .hypothesis
+	rm -rf dist $(VENV) .venvs .cache .site .gpu .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from flashmoa.link.options import LinkOptions
 from flashmoa.link.streamed_text import Text
 from flashmoa.workflow import Answer, Workflow
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Answer",

@@ -59,7 +59,7 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
         core=0,
         arguments=[
             "--max-total-tokens", str(POOL), "--enable-cache-report",
-            # Tests check that no stream is left; test_tool_gaps.py has an engine that holds prompts.
+            # Tests check that no stream is left. test_tool_gaps.py has an engine that holds.
             "--tool-call-parser", "glm", "--flashmoa-hold-tool-calls", "0",
             # A random model might write white space only, to the last token.
             "--constrained-json-disable-any-whitespace",

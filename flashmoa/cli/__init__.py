@@ -9,14 +9,14 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from flashmoa.cli import doctor, moa, router, score, serve, trace
-from flashmoa.cli.checks import in_clone
+from flashmoa.cli.checks import pip_install
 
 
 def _run_benchmarks(command: str, module: str, arguments: Sequence[str]) -> int:
     """Run a command of the package ``flashmoa-bench``, or print how to install it and return 1."""
     if find_spec("flashmoa_bench") is None:
-        problem = f"needs the package flashmoa-bench: {in_clone('./benchmarks')}"
-        print(f"flashmoa {command} {problem}", file=sys.stderr)
+        install = pip_install("flashmoa-bench", "./benchmarks")
+        print(f"flashmoa {command} needs the package flashmoa-bench: {install}", file=sys.stderr)
         return 1
     return int(import_module(f"flashmoa_bench.{module}").main(arguments))
 

@@ -53,13 +53,13 @@ class Finding:
 ok, note, fix = partial(Finding, "ok"), partial(Finding, "note"), partial(Finding, "fix")
 
 
-def in_clone(folders: str) -> str:
-    """Return the command that installs packages which no wheel of ``flashmoa`` contains."""
-    return f"pip install {folders} in a clone of FlashMoA's repository"
+def pip_install(packages: str, folders: str) -> str:
+    """Return the command that installs FlashMoA's packages, or their folders in a clone."""
+    return f"pip install {packages}; in a clone of FlashMoA's repository: pip install {folders}"
 
 
 _PLUGIN = "flashmoa"
-_INSTALL_PLUGIN = in_clone("./server_patches")
+_INSTALL_PLUGIN = pip_install("flashmoa-sglang", "./server_patches")
 _AUTOGEN = ("autogen-core", "autogen-agentchat", "autogen-ext")
 _DEVICES = Path("/dev")
 # The devices of NVIDIA's driver, of WSL 2 and of ROCm.
@@ -107,7 +107,9 @@ def check_plugin() -> list[Finding]:
     fits = ok("plugin", f"flashmoa-sglang {plugin}")
     if plugin != flashmoa.__version__:
         text = f"flashmoa-sglang is {plugin}, but flashmoa is {flashmoa.__version__}"
-        fits = fix("plugin", text, in_clone("./server_patches ."))
+        fits = fix(
+            "plugin", text, pip_install("--upgrade flashmoa flashmoa-sglang", "./server_patches .")
+        )
     return [check_release(sglang), fits, *check_internals()]
 
 

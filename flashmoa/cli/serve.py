@@ -25,7 +25,7 @@ from types import FrameType
 
 import httpx
 
-from flashmoa.cli.checks import compiler, excludes_plugin, in_clone, installed, runs_engines
+from flashmoa.cli.checks import compiler, excludes_plugin, installed, pip_install, runs_engines
 from flashmoa.cli.ports import bind, port_problem, root_url
 
 # The reasons why arguments of SGLang do not go with --dynamo.
@@ -181,7 +181,8 @@ def _check_installation() -> None:
     if find_spec("sglang") is None:
         raise ValueError("SGLang is not installed here; README.md says how, for a GPU and a CPU")
     if find_spec("flashmoa_sglang") is None:
-        raise ValueError(f"the plugin is not installed here: {in_clone('./server_patches')}")
+        install = pip_install("flashmoa-sglang", "./server_patches")
+        raise ValueError(f"the plugin is not installed here: {install}")
     releases = import_module("flashmoa_sglang.sglang.releases")
     if problem := releases.too_old(installed("sglang") or ""):
         raise ValueError(problem)

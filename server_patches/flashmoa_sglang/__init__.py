@@ -4,4 +4,4 @@ Every SGLang process imports it, so it does nothing itself. ``sglang/hooks.py`` 
 hooks, ``serve.py`` is the launcher.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -220,19 +220,12 @@ class Links:
         try:
             pool_tokens = await engine.kv_pool_tokens()
         except PluginMissing:
-            return (
-                "its engine has no plugin; only prompts that are sure to come are prefilled there"
-            )
+            return reasons.NO_PLUGIN_FOR_LIKELY
         others = [kept.link for kept in self._kept.values() if not kept.expected.turn.sure]
         there = [link for link in others if link.engine.url == engine.url and not link.is_over]
         characters = sum(len(each.stable()) for each in [prompt, *(link.prompt for link in there)])
         # A token is taken for 3 characters, fewer than in most texts.
-        if characters <= 3 * self._kv_share * pool_tokens:
-            return None
-        return (
-            "the share of the KV pool for links that may go unused is taken by agents that are "
-            "likelier to speak"
-        )
+        return None if characters <= 3 * self._kv_share * pool_tokens else reasons.NO_SHARE
 
     @contextmanager
     def declining(self, agent: str, engine: EngineClient | None) -> Generator[None]:

@@ -185,7 +185,7 @@ class PendingRequest:
                 link.feed(text.name, self._read_texts[text._mark])
                 link.close_slot(text.name)
             else:
-                text._follow(link)
+                text._feed_to(link)
 
     def _stop_rendering(self) -> bool:
         """Stop rendering the prompt. Return whether it was being rendered."""

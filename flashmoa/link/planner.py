@@ -154,7 +154,7 @@ class LinkPlanner(ABC):
         """Put the texts of running calls into a link that waits for them."""
         for call in self.running.values():
             if link.waits_for(call.agent):
-                call.text._follow(link)
+                call.text._feed_to(link)
 
     def waiting_for(self, agent: str) -> list[Link]:
         """Return the links whose prompts have an open slot for this agent's text."""
@@ -194,7 +194,7 @@ class LinkPlanner(ABC):
         self._has_begun = True
         call = LinkedCall(self, agent, request, own_link, rewritten=rewritten, unlinked=unlinked)
         for link in self.waiting_for(agent):
-            call.text._follow(link)
+            call.text._feed_to(link)
         # The text of a complete call has been delivered by now, unless its team waits for another
         # agent.
         incomplete = [other for other in self.running.values() if not other.text.is_complete]

@@ -9,6 +9,14 @@ from flashmoa.observe.events import LATE
 
 NO_LINKS = "links are off (ahead='nothing')"
 NO_PLUGIN = "its engine has no plugin, and nothing of its prompt was prefilled there"
+# Of links that are uncertain, so that their prompts may go unused.
+NO_PLUGIN_FOR_LIKELY = (
+    "its engine has no plugin; only prompts that are sure to come are prefilled there"
+)
+NO_SHARE = (
+    "the share of the KV pool for links that may go unused is taken by agents that are likelier to "
+    "speak"
+)
 OTHER_COURSE = "the conversation took another course than expected"
 OWN_TURN = "it spoke again: an agent's own next turn is linked only while its tools run"
 UNEXPECTED = "it was not expected to be next"

@@ -265,7 +265,7 @@ class StreamedText:
             link.fail_slot(self.name, classify_failure(error))
         self._end()
 
-    def _follow(self, link: Link) -> None:
+    def _feed_to(self, link: Link) -> None:
         """Feed the whole text to a link, now and as it is written.
 
         Call this again if the link's prompt is replaced: the new prompt's slots are empty.

@@ -410,7 +410,7 @@ async def prewarm(
             meta = output["meta_info"]
             if (meta.get("finish_reason") or {}).get("type") == "length" and obj.input_ids:
                 try:
-                    table.open(table.pinned(obj, meta, obj.input_ids, seconds))
+                    table.open(table.make_pinned(obj, meta, obj.input_ids, seconds))
                 except ApiError as error:
                     logger.debug("A prompt is not pinned once it is warm: %s", error)
             yield output

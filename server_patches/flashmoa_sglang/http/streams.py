@@ -194,7 +194,7 @@ class StreamTable:
             self.streamed.total += len(stream.ids)
             self.streamed.ahead += kept
 
-    def pinned(
+    def make_pinned(
         self,
         obj: Any,
         meta: Mapping[str, Any],
@@ -303,7 +303,7 @@ class StreamTable:
 
     def _note_growth(self, stream: PromptStream, known_before: int) -> None:
         metrics.count("stream_tokens_buffered", stream.known_tokens() - known_before)
-        self.keep_alive(stream)
+        self.keep_alive(stream)  # This also wakes the handover, which sends the tokens.
 
     def claim(self, stream: PromptStream) -> None:
         """Stop increments, because the final request has come and computes the rest."""
@@ -343,7 +343,7 @@ class StreamTable:
         return ended.figures
 
     @contextlib.asynccontextmanager
-    async def closed(self, adapter: str | None = None) -> AsyncGenerator[None]:
+    async def closing(self, adapter: str | None = None) -> AsyncGenerator[None]:
         """Close all streams, or an adapter's streams; open and compute none in the meantime."""
         self._changing.append(adapter)
         try:

@@ -200,7 +200,7 @@ class ToolGaps:
             tokens = await asyncio.to_thread(next_tokens)
             if tokens is not None:
                 since = common_length(array("q", obj.input_ids), tokens)
-                stream = self._table.pinned(obj, meta, tokens, self._seconds, since)
+                stream = self._table.make_pinned(obj, meta, tokens, self._seconds, since)
                 # The tool may have ended before, and its request has come without the stream.
                 if not any(client_requests.has_prompt_of(request, stream) for request in come):
                     self._table.open(stream)

@@ -46,7 +46,7 @@ class StepView:
 
     Attributes:
         waits: whether prefills wait for a forward that is long enough to hide transfers of experts.
-        linked: whether streams are open, or the request of a stream can start.
+        has_streams: whether streams are open, or the request of a stream can start.
         decodes: number of requests that decode in the running batch.
         elsewhere: number of requests that decode on other ranks or in other pipeline stages, which
             a forward of this batch would delay.
@@ -68,7 +68,7 @@ class StepView:
     """
 
     waits: bool = False
-    linked: bool = True
+    has_streams: bool = True
     decodes: int = 0
     elsewhere: int = 0
     ranks: int = 1
@@ -126,25 +126,25 @@ class Budget:
     rides: bool
 
     @classmethod
-    def of(cls, costs: Costs, longest: float, decodes: int) -> Budget:
-        """Return the budget of a step with ``decodes`` decodes; ``longest``: see :func:`plan`."""
+    def of(cls, costs: Costs, itl_budget: float, decodes: int) -> Budget:
+        """Return the budget of a step with ``decodes`` decodes; see :func:`plan`."""
         # Beyond eight decodes, multiples of eight keep the number of computed budgets small.
-        return _budget(costs, longest, decodes if decodes <= 8 else -(-decodes // 8) * 8)
+        return _budget(costs, itl_budget, decodes if decodes <= 8 else -(-decodes // 8) * 8)
 
 
 @lru_cache(maxsize=256)
-def _budget(costs: Costs, longest: float, decodes: int) -> Budget:
+def _budget(costs: Costs, itl_budget: float, decodes: int) -> Budget:
     below = decodes - decodes % _BLOCK_TOKENS
     if costs is UNMEASURED:
-        return _guessed_budget(longest, decodes, below)
+        return _guessed_budget(itl_budget, decodes, below)
     sizes = {*STEP_SIZES, *(below + size for size in STEP_SIZES)}
     added = {size: costs.added(decodes, size - decodes) for size in sorted(sizes) if size > decodes}
     token = costs.per_token_at_best
-    most, best = (longest - 1) * costs.decode(decodes), _MAX_TOKEN_COST * token
+    most, best = (itl_budget - 1) * costs.decode(decodes), _MAX_TOKEN_COST * token
     allowed = tuple(
         size
         for size, seconds in added.items()
-        if longest > 1 and seconds <= min(most, best * (size - decodes))
+        if itl_budget > 1 and seconds <= min(most, best * (size - decodes))
     )
     cheap = min(allowed, key=lambda size: added[size] / (size - decodes), default=0)
     rides = cheap > 0 and added[cheap] <= _MAX_RIDE_COST * token * (cheap - decodes)
@@ -152,37 +152,42 @@ def _budget(costs: Costs, longest: float, decodes: int) -> Budget:
     return Budget(allowed, cheap, alone, rides)
 
 
-def _guessed_budget(longest: float, decodes: int, below: int) -> Budget:
+def _guessed_budget(itl_budget: float, decodes: int, below: int) -> Budget:
     """Return sizes that suit most GPUs: a step of 256 tokens takes about twice as long."""
-    sizes = [size for size in STEP_SIZES if size <= min(1, longest - 1) * 256]
+    sizes = [size for size in STEP_SIZES if size <= min(1, itl_budget - 1) * 256]
     allowed = tuple(below + size for size in sizes if below + size > decodes)
     cheap = next((size for size in allowed if size >= below + _BLOCK_TOKENS), 0)
     return Budget(allowed, cheap or max(allowed, default=0), STEP_SIZES[-1], bool(allowed))
 
 
-def plan(view: StepView, costs: Costs, longest: float) -> Step:
+def plan(view: StepView, costs: Costs, itl_budget: float) -> Step:
     """Decide what a step prefills. The first case that applies decides.
 
     1. Prefills wait for a forward that hides transfers of experts: nothing.
-    2. No stream is open: as stock SGLang.
-    3. Nothing decodes: prompts as stock SGLang; without prompts, streams in a forward of their own.
-    4. Prompts can start: SGLang mixes them with the decodes if it can, in blocks that compute them
+    2. The engine measures its costs: one block of the measurement.
+    3. No stream is open: as stock SGLang.
+    4. Nothing decodes: prompts as stock SGLang; without prompts, streams in a forward of their own.
+    5. Prompts can start: SGLang mixes them with the decodes if it can, in blocks that compute them
        hardly slower. Streams get the rest of their own budget.
-    5. SGLang can mix streams with the decodes, and that saves enough: the cheapest size, or a
-       larger one that computes the backlog within :data:`_HORIZON_STEPS` steps.
-    6. SGLang cannot mix them, or that saves too little: streams in a forward of their own, after
+    6. SGLang can mix streams with the decodes, that saves enough, and streams have enough tokens:
+       the cheapest size, or a larger one that computes the backlog within :data:`_HORIZON_STEPS`
+       steps.
+    7. SGLang cannot mix them, or that saves too little: streams in a forward of their own, after
        enough decode steps.
+    8. Streams have too few tokens yet: decodes alone.
 
-    Args: longest: longest step, as a multiple of the step without prefill. At most 1: streams wait
-        until nothing decodes.
+    A step prefills at most what this says. Locks of KV and limits of a batch may leave it less.
+
+    Args: itl_budget: the longest step, as a multiple of the step without prefill. At most 1:
+        streams wait until nothing decodes.
     """
     if view.waits:
         return Step(builds=False)
     if view.measures:
         return Step(mixed=STEP_SIZES[-1])
-    if not view.linked:
+    if not view.has_streams:
         return Step()
-    budget = Budget.of(costs, longest, view.decodes)
+    budget = Budget.of(costs, itl_budget, view.decodes)
     if not (view.decodes or view.elsewhere):
         if view.prompts is not None or not _is_enough(view.waiting, view, budget):
             return Step(builds=view.prompts is not None or view.queued)
@@ -190,7 +195,7 @@ def plan(view: StepView, costs: Costs, longest: float) -> Step:
     mixes = view.decodes > 0 and view.mixes
     sizes = _stream_sizes(view, budget, costs) if mixes else []
     if view.prompts is not None:
-        most = _prompt_size(view, costs) if mixes and longest > 1 else 0
+        most = _prompt_size(view, costs) if mixes and itl_budget > 1 else 0
         room = max(sizes, default=0) if most and budget.rides else 0
         streams = max(0, min(most, room) - view.prompts)
         return Step(streams=streams, mixed=most, before=view.before)
@@ -198,7 +203,7 @@ def plan(view: StepView, costs: Costs, longest: float) -> Step:
         pace = view.leading / _HORIZON_STEPS
         size = next((size for size in sizes if size >= pace), sizes[-1])
         return Step(streams=size, only_streams=True, mixed=size, before=view.before)
-    if longest > 1 and not (sizes and budget.rides):
+    if itl_budget > 1 and not (sizes and budget.rides):
         return _own_forward(view, budget, costs)
     return Step(builds=view.queued)
 

@@ -30,9 +30,9 @@ def read(scheduler: Any, running: Any) -> StepView:
     marks = [mark for req in joining if (mark := state_of(req).mark) is not None]
     can_mix = bool(decodes) and not state.no_rides and _can_be_cut(scheduler, joining)
     measures = can_mix and any(mark.rides for mark in marks)
-    linked = len(streams) > 0 or any(mark.final for mark in marks)
-    if measures or not linked:
-        return StepView(linked=False, decodes=decodes, measures=measures)
+    has_streams = len(streams) > 0 or any(mark.final for mark in marks)
+    if measures or not has_streams:
+        return StepView(has_streams=False, decodes=decodes, measures=measures)
     # Counting takes time, and matters only to streams.
     grow = streams.can_prefill_more()
     prompts = (_prompt_tokens(scheduler, joining) if grow else 0) if can_join else None

@@ -177,7 +177,7 @@ async def without_streams(
     """
     if manager.flashmoa_table is None:
         return await original(manager, *args, **kwargs)
-    async with manager.flashmoa_table.closed():
+    async with manager.flashmoa_table.closing():
         return await original(manager, *args, **kwargs)
 
 
@@ -191,7 +191,7 @@ async def unload_adapter(
     """
     if manager.flashmoa_table is None:
         return await original(manager, obj, *args, **kwargs)
-    async with manager.flashmoa_table.closed(obj.lora_name):
+    async with manager.flashmoa_table.closing(obj.lora_name):
         return await original(manager, obj, *args, **kwargs)
 
 

@@ -29,7 +29,7 @@ async def linked(
     ):
         link = Link(client, Prompt(segments), agent="reader", follows=follows)
         group.start_soon(link.run)
-        text._follow(link)
+        text._feed_to(link)
         yield engine, link
         group.cancel_scope.cancel()
 
@@ -66,7 +66,7 @@ async def test_a_withdrawn_text_makes_room_for_the_next() -> None:
         draft.withdraw()
         await engine.until("append", 2)
         assert not link.is_over and link.waits_for("writer")
-        final._follow(link)
+        final._feed_to(link)
         final.write("Done")
         await engine.until("append", 3)
         final.finish("Done.")
@@ -120,7 +120,7 @@ async def test_a_followed_text_continues_in_a_new_prompt() -> None:
         text.name_call(engine.url, "a-call")
         await engine.until("append")
         assert link.become(Prompt(["One. Two. ", Slot("writer"), "!"]))
-        text._follow(link)
+        text._feed_to(link)
         await engine.until("append", 3)
         text.finish("Three")
         await engine.until("append", 4)

@@ -98,7 +98,7 @@ async def test_draining_ends_unused_streams(engine: FakeEngine, table: StreamTab
 
 async def test_no_stream_is_open_during_a_change(engine: FakeEngine, table: StreamTable) -> None:
     stream = open_stream(table)
-    async with table.closed():
+    async with table.closing():
         assert stream.closed == "drained" and engine.released == [stream.id]
         # A report comes after what the scheduler had begun.
         assert engine.reports
@@ -464,7 +464,7 @@ async def test_a_pinned_prompt_is_sent_with_its_end(
 ) -> None:
     monkeypatch.setattr(table._handover, "_end_grace", 60.0)
     asked = SimpleNamespace(priority=None, extra_key=None, lora_path=None)
-    table.open(table.pinned(asked, {}, range(100), 60.0))
+    table.open(table.make_pinned(asked, {}, range(100), 60.0))
     await until(lambda: engine.handed)
     (stream,) = engine.opened
     assert engine.tokens_of(stream) == [*range(100)] and engine.handed[0].ended == (stream,)

@@ -77,9 +77,9 @@ def test_increments_are_pages_in_rank_order(
             assert not sizes or order(position) > order([*sizes][-1]) or not is_worth(stream, most)
 
 
-@given(costs=any_costs(), longest=st.floats(1.01, 5), decodes=st.integers(1, 700))
-def test_budgets_have_all_allowed_sizes(costs: Costs, longest: float, decodes: int) -> None:
-    budget = Budget.of(costs, longest, decodes)
+@given(costs=any_costs(), itl_budget=st.floats(1.01, 5), decodes=st.integers(1, 700))
+def test_budgets_have_all_allowed_sizes(costs: Costs, itl_budget: float, decodes: int) -> None:
+    budget = Budget.of(costs, itl_budget, decodes)
     if decodes > 8:
         decodes = -(-decodes // 8) * 8
     below = decodes // 128 * 128
@@ -91,7 +91,7 @@ def test_budgets_have_all_allowed_sizes(costs: Costs, longest: float, decodes: i
     allowed = [
         size
         for size in sizes
-        if added[size] <= (longest - 1) * step and added[size] <= rate * (size - decodes)
+        if added[size] <= (itl_budget - 1) * step and added[size] <= rate * (size - decodes)
     ]
     assert [*budget.mixed] == allowed
     if allowed:
@@ -223,7 +223,7 @@ def test_a_limit_counts_contexts() -> None:
         ({"prompts": 100, "mixes": False}, 0, 0),
         ({"prompts": 100, "limit": 0.001}, 0, 0),
         ({"prompts": 100, "decodes": 0}, 0, 0),
-        ({"prompts": 100, "linked": False}, 0, 0),
+        ({"prompts": 100, "has_streams": False}, 0, 0),
         ({"measures": True}, 512, 0),
     ],
 )

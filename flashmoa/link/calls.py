@@ -270,6 +270,14 @@ class OutputLengths:
         for agent in self._lengths.keys() - agents:
             del self._lengths[agent]
 
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._lengths)
+
+    def restore(self, kept: Mapping[str, tuple[int, ...]]) -> None:
+        """Know the lengths that :meth:`kept` returned, in another process."""
+        for agent, lengths in kept.items():
+            self._lengths[agent] = lengths[-8:]
+
     def expect(self, agent: str) -> int | None:
         """Return the median of the last lengths; ``None`` for an agent that has not answered."""
         lengths = self._lengths.get(agent)

@@ -35,7 +35,8 @@ SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
 # The key of a call may have a number after its agent's name.
 _NUMBER = re.compile(r" \(\d+\)\Z")
 _FIRST_RUN = (
-    "the first run of a program is only watched; later runs of it in this process are linked"
+    "the first run of a program is only watched; later runs of it in this process are linked, and "
+    "in later processes with run(remember=FOLDER)"
 )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from flashmoa.link.calls import OutputLengths
@@ -42,6 +43,8 @@ _ALWAYS_SENT_BACK = {"role", "content", "tool_calls"}
 # The most recorded calls whose messages are predicted, to find the call that a request is.
 MAX_PREDICTED = 8
 MAX_RECORDED_BYTES = 64_000_000
+# The headers of requests of an earlier process, whose headers were not kept.
+NOT_REMEMBERED: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class RecordedRequest:
         messages: as in OpenAI's API.
         fields: the other fields that shape its prompt; see ``flashmoa.engine.prompt_fields``.
         namespace: the namespace of its KV; see ``flashmoa.engine.kv_namespace``.
-        headers: the client's headers, with its key. Requests that differ only in them are equal.
+        headers: the client's headers, with its key; :data:`NOT_REMEMBERED` of an earlier process.
+            Requests that differ only in them are equal.
         is_response: whether the request is for the Responses API; see :mod:`.response_items`.
         unknown: why its prompt cannot be known; ``None`` if it can.
     """

@@ -29,10 +29,12 @@ from types import FrameType
 from typing import Any, TypeVar, Unpack, cast
 
 import anyio
+from anyio import to_thread
 from anyio.from_thread import BlockingPortal
 
 from flashmoa._concurrency import all_of, running_loop, setting
 from flashmoa.engine import EngineClient
+from flashmoa.link import remembered_runs
 from flashmoa.link.calls import CallObserver, CallResult
 from flashmoa.link.learned_links import LearnedLinkPlanner, SentInPlace
 from flashmoa.link.learned_runs import Program, RecordedRequest
@@ -70,7 +72,12 @@ _agent: ContextVar[str | None] = ContextVar("flashmoa_agent", default=None)
 _blocking: list[Run] = []
 
 
-def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
+def run(
+    name: str | None = None,
+    *,
+    remember: Path | str | None = None,
+    **options: Unpack[LinkOptions],
+) -> RunContext:
     """Link the calls that are made within ``async with run():``, or in a function after ``@run()``.
 
     ``async with run() as report`` gives a :class:`Report`: print it to see what the links gained.
@@ -78,11 +85,11 @@ def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
     also calls ``listener``.
 
     The first run of a program is watched; only requests that follow an agent's tools are linked. In
-    later runs of the process, engines prefill the prompt of each call that the previous run had,
-    while earlier calls still write. A script with a single run gains nothing. Prompts and answers
-    stay the same; a run that differs from the previous run only gains less. Calls count if their
-    client is an :class:`AsyncOpenAI` or :class:`OpenAI` of this package, or was given to
-    :func:`instrument`.
+    later runs, engines prefill the prompt of each call that the previous run had, while earlier
+    calls still write. A program that runs once in each process gives ``remember``, or gains
+    nothing. Prompts and answers stay the same; a run that differs from the previous run only gains
+    less. Calls count if their client is an :class:`AsyncOpenAI` or :class:`OpenAI` of this package,
+    or was given to :func:`instrument`.
 
     Calls of other threads count if they have this context (``asyncio.to_thread``,
     ``copy_context().run``). Threads with neither the context of a run nor an event loop count to
@@ -92,6 +99,10 @@ def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
         name: the program's name. Runs with the same name belong to one program. By default, so do
             runs that are entered at the same line of code, or by the same text in a shell. Do not
             name a run after its user or request: the process remembers only 256 programs.
+        remember: a folder for what is learned, so that the first run of the next process is linked,
+            too. It gets a file for each program (at most 256, each of at most 64 MB), which only
+            this user may read: the prompts, tools and answers of the last complete run, but no
+            headers and no API key. ``OSError`` on entry if the folder cannot be made.
         options: see :class:`flashmoa.LinkOptions`, also for exceptions. Errors about the trace are
             raised on entry.
 
@@ -107,7 +118,8 @@ def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
     if file.startswith("<"):
         file = re.sub(r"-\d+", "", file, count=1)
     program = name or f"{file}:{caller.f_lineno}"
-    return RunContext(partial(_run, program, LinkSettings(**options)))
+    folder = Path(remember).expanduser() if remember is not None else None
+    return RunContext(partial(_run, program, folder, LinkSettings(**options)))
 
 
 class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManager[Report, None]):
@@ -228,13 +240,18 @@ class _RunThread(AbstractContextManager["Run", None]):
 
 
 @asynccontextmanager
-async def _run(program: str, settings: LinkSettings) -> AsyncGenerator[Run]:
+async def _run(name: str, folder: Path | None, settings: LinkSettings) -> AsyncGenerator[Run]:
     if (this := _run_around()) is not None:
         yield this
         return
+    program = _find_program(name)
+    if folder is not None:
+        remembered_runs.prepare(folder)
+        if not program.recorded:
+            await to_thread.run_sync(remembered_runs.load, folder, name, program)
     listener = settings.listen()
     try:
-        this = Run(_find_program(program), settings, Report(listener))
+        this = Run(program, settings, Report(listener))
         try:
             yield this
         except BaseException:
@@ -242,6 +259,8 @@ async def _run(program: str, settings: LinkSettings) -> AsyncGenerator[Run]:
             raise
         else:
             await this.close(learn=True)
+            if folder is not None:
+                await to_thread.run_sync(remembered_runs.save, folder, name, program)
     finally:
         end_trace(listener)
 

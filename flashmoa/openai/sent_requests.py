@@ -12,7 +12,7 @@ from flashmoa.engine import EngineSettings, kv_namespace, prompt_fields
 from flashmoa.engine.connections import engine_url
 from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER
 from flashmoa.link.learned_links import SentInPlace
-from flashmoa.link.learned_runs import RecordedRequest
+from flashmoa.link.learned_runs import NOT_REMEMBERED, RecordedRequest
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.link.response_items import Message, read_messages, response_fields
 from flashmoa.openai.requests import is_response
@@ -72,8 +72,11 @@ def headers_now(request: RecordedRequest, sent: SentInPlace) -> dict[str, str]:
         sent: this run's requests, each after its counterpart in the earlier run, or else after
             itself.
 
-    Raises: NotForecastable if the API key would be left out.
+    Raises: NotForecastable if the API key would be left out, or headers of an earlier process are
+        not known from this run's requests or open clients.
     """
+    if request.headers is NOT_REMEMBERED:
+        return _headers_of_server(request.url, sent)
     headers: dict[str, str] = {}
     for name in {*request.headers, *(name for _, now in sent for name in now.headers)}:
         known = _known_values(name, request, sent)
@@ -86,6 +89,23 @@ def headers_now(request: RecordedRequest, sent: SentInPlace) -> dict[str, str]:
                 "clients that are open, and may be another user's"
             )
     return headers
+
+
+def _headers_of_server(url: str, sent: SentInPlace) -> dict[str, str]:
+    """Return the headers that all requests to a server have, or else all its open clients."""
+    found = [now.headers for _, now in sent if now.url == url]
+    found = found or [_headers_of_client(each) for each in _headers_of_open_clients(url)]
+    if len({headers.get("authorization") for headers in found}) != 1:
+        raise NotForecastable(
+            "its headers in the process before are not remembered, and no client of its server is "
+            "open yet, or clients with different keys"
+        )
+    first, *others = found
+    return {
+        name: value
+        for name, value in first.items()
+        if all(other.get(name) == value for other in others)
+    }
 
 
 def _known_values(name: str, request: RecordedRequest, sent: SentInPlace) -> list[str | None]:

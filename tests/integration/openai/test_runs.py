@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from functools import partial
 from pathlib import Path
 
+import anyio
 import openai
 import pytest
 
 from flashmoa import EngineSettings
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.observe.calls import calls
@@ -33,7 +36,7 @@ from tests.integration.openai.programs import (
     random_program,
     statuses,
 )
-from tests.integration.support import slow_except
+from tests.integration.support import slow_except, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -188,3 +191,38 @@ async def test_a_trace_says_why_a_prefix_broke(
             await ask(clients.first, f"It is {time}. {guide}", TASK)
     (broken,) = find_breaks(calls(read(tmp_path / "run.jsonl")))
     assert "12:0" in broken.describe()
+
+
+REMEMBERING = """
+import asyncio, sys
+from flashmoa.observe.calls import calls
+from flashmoa.observe.summary import link_status
+from flashmoa.openai import AsyncOpenAI, agent, run
+
+async def main(url, folder, guide):
+    async with AsyncOpenAI(base_url=url) as client, run("trip", remember=folder) as report:
+        text = "Go."
+        for name, start in (("writer", guide[:1000]), ("reader", guide[1000:5000])):
+            messages = [{"role": "user", "content": f"{start} {text}"}]
+            with agent(name):
+                answer = await client.chat.completions.create(
+                    model="m", messages=messages, temperature=0, max_tokens=200
+                )
+            text = answer.choices[0].message.content
+    print(*[link_status(call) for call in report.calls], text)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_the_first_run_of_a_second_process_is_linked(
+    engine: LocalEngine, client: EngineClient, guide: str, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        await client.flush_cache()
+        command = [sys.executable, "-c", REMEMBERING, engine.url, str(tmp_path), guide]
+        said.append((await anyio.run_process(command)).stdout.decode())
+    assert said[0].startswith("none none ") and said[1].startswith("first hit ")
+    assert said[0].split()[2:] == said[1].split()[2:]
+    await wait_until_idle(client)

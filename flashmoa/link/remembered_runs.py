@@ -1,0 +1,168 @@
+"""Keep what a program's runs have taught between processes: :func:`load` and :func:`save`.
+
+A program has one file in the user's folder. The file has the prompts and answers of the program's
+last complete run, which the next run is predicted from, and the lengths of earlier answers. It has
+no headers, so that no API key is on the disk. Only the user may read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from flashmoa.link.learned_runs import (
+    MAX_RECORDED_BYTES,
+    NOT_REMEMBERED,
+    Message,
+    Program,
+    RecordedCall,
+    RecordedRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".flashmoa-run.json"
+# As many as a process remembers; see ``flashmoa.openai.runs``.
+_MAX_FILES = 256
+
+
+@dataclass(slots=True)
+class _StoredCall:
+    """A call without its request's messages and fields, which are in tables of the file."""
+
+    call: RecordedCall
+    messages: list[int]
+    fields: int
+
+
+@dataclass(slots=True)
+class _StoredProgram:
+    """A program as its file has it. Calls often have messages in common: each is there once."""
+
+    version: Literal[1] = 1
+    name: str = ""
+    messages: list[Message] = field(default_factory=list[Message])
+    fields: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
+    calls: list[_StoredCall] = field(default_factory=list[_StoredCall])
+    lengths: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    sent_back: set[str] = field(default_factory=set[str])
+
+
+@cache
+def _format() -> TypeAdapter[_StoredProgram]:
+    return TypeAdapter(_StoredProgram)
+
+
+class _Numbered:
+    """Numbers JSON values; equal values have one number."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, value: Any) -> int:
+        number = self._numbers.setdefault(json.dumps(value), len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder if there is none. Raises: OSError if it cannot be made, or is a file."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def load(folder: Path, name: str, program: Program) -> None:
+    """Let a program know what :func:`save` kept. A file that cannot be read is as no file."""
+    path = _path(folder, name)
+    try:
+        stored = _format().validate_json(path.read_bytes())
+        recorded = {each.call.key: _restore(each, stored) for each in stored.calls}
+    except FileNotFoundError:
+        return
+    except (OSError, ValidationError, IndexError) as error:
+        text = "%s is not used, and replaced after the next run: %s"
+        logger.warning(text, path, str(error).partition("\n")[0])
+        return
+    program.recorded, program.sent_back = recorded, stored.sent_back
+    program.output_lengths.restore(stored.lengths)
+
+
+def save(folder: Path, name: str, program: Program) -> None:
+    """Keep what a program has learned, in place of what was kept before.
+
+    A failure is logged: the run itself has ended well.
+    """
+    stored = _store(name, program)
+    data = _format().dump_json(stored)
+    if len(data) > MAX_RECORDED_BYTES:
+        most = MAX_RECORDED_BYTES // 1_000_000
+        logger.warning("the runs of %s are not remembered: they take over %d MB", name, most)
+        return
+    path = _path(folder, name)
+    try:
+        # The file has mode 600, and readers see the old or the new one.
+        file, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=_SUFFIX)
+        try:
+            with os.fdopen(file, "wb") as opened:
+                opened.write(data)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        _delete_oldest(folder)
+    except OSError as error:
+        logger.warning("the runs of %s are not remembered in %s: %s", name, folder, error)
+
+
+def _delete_oldest(folder: Path) -> None:
+    files = sorted(folder.glob(f"[!.]*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    for path in files[:-_MAX_FILES]:
+        path.unlink(missing_ok=True)
+
+
+def _path(folder: Path, name: str) -> Path:
+    readable = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[-40:]
+    digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:12]
+    return folder / f"{readable.strip('.-')}-{digest}{_SUFFIX}"
+
+
+def _store(name: str, program: Program) -> _StoredProgram:
+    messages, fields = _Numbered(), _Numbered()
+    calls = [
+        _StoredCall(
+            replace(call, request=_without_parts(call.request)),
+            [messages.number(message) for message in call.request.messages],
+            fields.number(call.request.fields),
+        )
+        for call in program.recorded.values()
+    ]
+    lengths = program.output_lengths.kept()
+    return _StoredProgram(
+        1, name, messages.values, fields.values, calls, lengths, program.sent_back
+    )
+
+
+def _without_parts(request: RecordedRequest) -> RecordedRequest:
+    return replace(request, messages=(), fields={}, headers={})
+
+
+def _restore(stored: _StoredCall, program: _StoredProgram) -> RecordedCall:
+    request = replace(
+        stored.call.request,
+        messages=[program.messages[number] for number in stored.messages],
+        fields=program.fields[stored.fields],
+        headers=NOT_REMEMBERED,
+    )
+    return replace(stored.call, request=request)

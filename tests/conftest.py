@@ -18,6 +18,7 @@ from flashmoa.engine.local import (
     tiny_model,
     wait_for_costs,
 )
+from tests.event_loop import no_unhandled_errors, unhandled_errors  # noqa: F401
 from tests.integration.engine_costs import remember_costs
 
 # These run in an environment of their own; see tests/integration/openai/test_frameworks.py.
@@ -31,12 +32,6 @@ _STORE = [] if installed() == "0.5.12.post1" else ["--enable-response-store"]
 # How long an example takes depends on what else the machine does.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
-
-
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """One event loop for the session, so that its engines can be shared."""
-    return "asyncio"
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 HERE = Path(__file__).parents[2] / ".cache" / "conformance"
 # Packages that AutoGen's tests import, and that FlashMoA does not need.
-EXTRAS = ("anthropic<1", "mcp<2", "ollama", "pytest-asyncio")
+EXTRAS = ("anthropic<1", "mcp<2", "ollama")
 # Tests that fail with our client on purpose, and its different behaviour.
 INTENDED = {
     "test_openai_chat_completion_client_raise_on_unknown_model": "any model has a model_info",

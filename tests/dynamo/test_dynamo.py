@@ -32,7 +32,6 @@ pytest.importorskip("dynamo.frontend", reason="make test-dynamo has Dynamo")
 sys.path.insert(0, str(ROOT / "examples"))
 from dynamo_team import MODEL, Dynamo, start_dynamo
 
-pytestmark = pytest.mark.anyio
 HANG_SECONDS = 4
 
 

@@ -26,7 +26,7 @@ pytest.importorskip("dynamo.frontend", reason="make test-dynamo has Dynamo")
 sys.path.insert(0, str(ROOT / "examples"))
 from dynamo_team import MODEL, start_dynamo
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 GPU, GPU_MODEL, SLOWDOWN = "h200_sxm", "Qwen/Qwen3-8B", 4.0
 ROUNDS = int(os.environ.get("FLASHMOA_ROUNDS", "1"))
 WRITTEN = 128

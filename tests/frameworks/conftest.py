@@ -11,22 +11,12 @@ import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
+from tests.event_loop import no_unhandled_errors, unhandled_errors  # noqa: F401
 from tests.integration.openai.programs import Clients, open_clients
 
 URLS = os.environ.get("FLASHMOA_ENGINES", "").split()
 # The Responses API of SGLang takes no other name.
 MODEL = os.environ.get("FLASHMOA_MODEL", "")
-
-
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="session", autouse=True)
-async def _one_event_loop() -> AsyncGenerator[None]:
-    """Keep one event loop for all tests, since LangChain's clients share their connections."""
-    yield
 
 
 @pytest.fixture(scope="session")

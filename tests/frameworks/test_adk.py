@@ -33,7 +33,7 @@ from tests.frameworks.conftest import URLS
 from tests.integration.openai.programs import TASK, Clients, closed, play_linked, statuses
 from tests.integration.scripted import call_until, script
 
-pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 Models = tuple[FlashMoALlm, FlashMoALlm]
 Build = Callable[[Models, str], Any]

@@ -15,7 +15,6 @@ from anthropic.types import Message, MessageParam, ToolParam
 from flashmoa.engine import EngineClient
 from tests.frameworks.conftest import URLS
 
-pytestmark = pytest.mark.anyio
 WEATHER: ToolParam = {
     "name": "weather",
     "description": "Tells the weather.",

@@ -16,7 +16,6 @@ from tests.frameworks.conftest import URLS
 from tests.integration.openai.programs import TASK
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.usefixtures("clients"),
     # Of LiteLLM's own types and models, which newer pydantic does not like.
     pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning"),

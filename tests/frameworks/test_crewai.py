@@ -14,7 +14,6 @@ from tests.integration.openai.programs import TASK
 
 # Of its dependencies, and of how it loads parts of itself.
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.usefixtures("clients"),
     pytest.mark.filterwarnings("default"),
 ]

@@ -30,8 +30,6 @@ from tests.integration.openai.programs import (
     read,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 class State(TypedDict):
     """Answers by the place of their agents."""

@@ -20,8 +20,6 @@ import pytest
 from flashmoa.openai import instrument, run
 from tests.unit.openai.fake_server import TEXT, chunks, whole
 
-pytestmark = pytest.mark.anyio
-
 # Between the chunks of an answer, in seconds.
 PAUSE = 0.3
 

@@ -11,7 +11,6 @@ import openai
 import pytest
 
 pytestmark = [
-    pytest.mark.anyio,
     # Of its own types and models, which newer pydantic does not like.
     pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning"),
     pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),

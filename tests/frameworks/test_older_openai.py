@@ -27,7 +27,6 @@ from tests.integration.openai.programs import (
 os.environ |= {"OTEL_SDK_DISABLED": "true", "CREWAI_DISABLE_TELEMETRY": "true"}
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.timeout(1200),
     # CrewAI uses what is deprecated.
     pytest.mark.filterwarnings("ignore"),

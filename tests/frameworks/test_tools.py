@@ -23,8 +23,6 @@ from flashmoa.openai import instrument
 from tests.frameworks.conftest import MODEL
 from tests.integration.openai.programs import STOP, TASK, Clients, play_linked, statuses
 
-pytestmark = pytest.mark.anyio
-
 # Enough for a call of a tool, which the engine's grammar ends.
 TOKENS = 100
 

@@ -31,7 +31,6 @@ from tests.integration.support import STRICT
 
 CALLS = int(os.environ.get("FLASHMOA_SOAK_CALLS", "1000"))
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.nightly,
     pytest.mark.timeout(400 + CALLS // 5),
 ]

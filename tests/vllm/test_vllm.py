@@ -19,7 +19,7 @@ from flashmoa.observe import CallFinished, Event, LinkAdvanced, LinkClosed, Link
 from flashmoa.observe.calls import calls
 from tests.vllm.conftest import SERVED_NAME
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 Choice = Literal["prefill", "off"]
 REPEATS = 5
 

@@ -13,7 +13,7 @@ from flashmoa.cli import bench
 from flashmoa.engine.local import LocalEngines
 from tests.integration.support import EXPERTS, start_special_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 async def test_asyncep_measures_forwards_memory_and_equal_logprobs(

@@ -16,7 +16,6 @@ from flashmoa.cli import bench
 from tests.integration.benchmarks.conftest import Bench
 from tests.integration.support import nightly, slow
 
-pytestmark = pytest.mark.anyio
 Found = dict[str, Any]
 
 

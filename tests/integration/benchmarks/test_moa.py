@@ -11,8 +11,6 @@ from flashmoa_bench.moa import accuracy
 from flashmoa.engine import EngineClient
 from tests.integration.benchmarks.conftest import Bench
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.slow
 async def test_moa_accuracy_asks_every_way_and_engines_stand_for_missing_ones(

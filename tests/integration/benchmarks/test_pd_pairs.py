@@ -15,7 +15,6 @@ from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model
 from tests.conftest import GUIDE, ROOT
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.nightly,
     pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
 ]

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from flashmoa.engine.local import LocalEngine
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 FOLDER = ROOT / "examples" / "notebooks"
 # Texts that each notebook prints in every run.

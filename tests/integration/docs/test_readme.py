@@ -15,8 +15,6 @@ from flashmoa.engine.local import LocalEngine
 from tests.conftest import ROOT
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 README = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", README, re.DOTALL | re.M)
 

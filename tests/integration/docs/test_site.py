@@ -29,7 +29,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert not re.search(r'(src|<link[^>]*href)="(https?:)?//', page.read_text()), page
 
 
-@pytest.mark.anyio
 async def test_the_chat_of_the_engines_api_finds_its_stream(engine: LocalEngine) -> None:
     page = (DOCS / "engine-api.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -39,7 +38,6 @@ async def test_the_chat_of_the_engines_api_finds_its_stream(engine: LocalEngine)
     assert run.stdout.decode().split() == ["hit"], run.stderr.decode()
 
 
-@pytest.mark.anyio
 async def test_the_first_program_of_the_documentation_runs(
     engine: LocalEngine, tmp_path: Path
 ) -> None:

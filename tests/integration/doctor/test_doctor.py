@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from flashmoa.cli.checks import check_engine
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.support import wait_until_idle
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_engine_that_links_has_nothing_to_fix(

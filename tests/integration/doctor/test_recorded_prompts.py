@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from autogen_core.models import UserMessage
 from pydantic import BaseModel
 
@@ -12,8 +11,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, PromptSent
 from flashmoa.observe.calls import calls
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_prompts_of_every_kind_of_call_are_recorded(

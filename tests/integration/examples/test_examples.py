@@ -17,8 +17,6 @@ from flashmoa import EngineClient
 from tests.conftest import ROOT
 from tests.integration.support import slow, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize(
     ("program", "shown"),

@@ -28,7 +28,7 @@ from tests.conftest import ROOT
 from tests.integration.frameworks.autogen.runs import run_once
 from tests.integration.support import wait_until_idle
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

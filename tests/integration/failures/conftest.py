@@ -15,6 +15,7 @@ from autogen_core.models import ModelFamily, ModelInfo
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine.local import LocalEngine
+from tests.event_loop import own_task
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import Make, cells
 from tests.integration.failures.relay import Relay, start_relay
@@ -22,7 +23,7 @@ from tests.integration.failures.relay import Relay, start_relay
 
 @pytest.fixture
 async def upstream_relay(engine: LocalEngine) -> AsyncGenerator[Relay]:
-    async with start_relay(engine.url) as relay:
+    async with own_task(start_relay(engine.url)) as relay:
         yield relay
 
 

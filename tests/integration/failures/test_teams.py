@@ -34,7 +34,7 @@ from tests.integration.frameworks.autogen.runs import finished_calls
 from tests.integration.support import start_special_engine
 from tests.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 Client = FlashMoAChatCompletionClient
 
 

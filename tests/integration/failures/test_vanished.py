@@ -14,8 +14,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.support import fetch_kv_state, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 CLIENT = """
 import sys, anyio, flashmoa
 

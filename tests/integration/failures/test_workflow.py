@@ -26,7 +26,6 @@ from tests.integration.failures.matrix import (
 from tests.integration.failures.relay import Relay
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 12}
 RAISED = {"error": EngineUnreachable, "cancel": UpstreamCancelled, "timeout": EngineTimeout}

@@ -25,8 +25,6 @@ from tests.integration.frameworks.autogen.runs import Client
 from tests.integration.frameworks.autogen.teams import agent
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 Engines = tuple[EngineClient, EngineClient]
 NAMES = ("planner", "local", "summary")
 

@@ -14,7 +14,6 @@ from flashmoa.link.prompt import Prompt, Slot
 from tests.integration.support import GREEDY, generate, wait_until_idle
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 

@@ -16,7 +16,6 @@ from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
 

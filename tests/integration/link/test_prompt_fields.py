@@ -23,8 +23,6 @@ from tests.integration.frameworks.agent_framework.workflows import agent
 from tests.integration.openai.programs import play_linked, statuses
 from tests.integration.support import start_special_engine
 
-pytestmark = pytest.mark.anyio
-
 # Shows whatever it is given, before the messages.
 TEMPLATE = """
 {{- reasoning_effort }}|{{ enable_thinking }}|{{ x }}|

@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from tests.event_loop import own_task
 from tests.integration.moa.faulty_proxy import FaultyProxy, start_faulty_proxy
 from tests.integration.moa.serving import connected, served
 
@@ -23,7 +24,7 @@ async def pair(
 
 @pytest.fixture
 async def proxy(engine: LocalEngine) -> AsyncGenerator[FaultyProxy]:
-    async with start_faulty_proxy(engine.url) as started:
+    async with own_task(start_faulty_proxy(engine.url)) as started:
         yield started
 
 
@@ -37,7 +38,7 @@ async def proxied(proxy: FaultyProxy) -> AsyncGenerator[EngineClient]:
 async def moa_url(
     engine: LocalEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncGenerator[str]:
-    async with served(engine, tmp_path_factory.mktemp("served")) as running:
+    async with own_task(served(engine, tmp_path_factory.mktemp("served"))) as running:
         yield running
 
 

@@ -23,7 +23,6 @@ def write(folder: Path, url: str, last: str, more: str = "") -> Path:
     return path
 
 
-@pytest.mark.anyio
 async def test_engines_and_embedders_are_checked(
     engine: LocalEngine,
     plain_engine: LocalEngine,

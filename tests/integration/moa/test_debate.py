@@ -14,8 +14,6 @@ from flashmoa.observe import Event, LinkOpened
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = DebatePrompt("Others say:", "\n{number}. ", staircase_instruction="You are {number}:")
 WAYS = pytest.mark.parametrize("steps", [None, Steps(), Steps(order="contiguous")])
 

@@ -18,8 +18,6 @@ from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import metric, post_json
 from tests.integration.support import LAG, RIDING, start_special_engine
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = AggregationPrompt("question-first", "Weigh these:")
 # Each answer ends while the next one is still written.
 LENGTHS = (40, 100, 300)

@@ -33,8 +33,6 @@ from tests.integration.moa.agents import (
 from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, slow_except, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = AggregationPrompt("question-first", "Weigh these answers:")
 # Makes the system of first agents and one that answers.
 Make = Callable[..., Any]

@@ -25,8 +25,6 @@ from flashmoa.observe import Event, LinkClosed
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = AggregationPrompt(instruction="Weigh these answers:")
 
 

@@ -19,8 +19,6 @@ from tests.integration.framework_scripts import run_frameworks
 from tests.integration.moa.serving import QUESTION, connected, extra, served
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_every_model_of_the_file_is_listed(openai_client: AsyncOpenAI) -> None:
     names = [model.id for model in (await openai_client.models.list()).data]

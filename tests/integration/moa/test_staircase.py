@@ -14,8 +14,6 @@ from flashmoa.moa.settings import Order
 from tests.integration.moa.agents import QUESTION
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = AggregationPrompt("question-first", "Weigh these:", "\n{number}. ")
 SAMPLING: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 

@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 from tests.integration.openai.programs import BODY, SETTINGS, TASK, Clients, closed, statuses
 from tests.integration.support import wait_until_idle
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("clients")]
+pytestmark = pytest.mark.usefixtures("clients")
 
 Wait = Callable[..., None]
 

@@ -28,8 +28,6 @@ from tests.integration.openai.programs import (
 )
 from tests.integration.support import wait_for_streams, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_calls_outside_of_runs_and_in_closed_ones_are_plain(
     clients: Clients, engine: LocalEngine

@@ -10,7 +10,6 @@ from flashmoa.engine.local import LocalEngine
 from tests.integration.framework_scripts import run_frameworks
 
 
-@pytest.mark.anyio
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(

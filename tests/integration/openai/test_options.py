@@ -16,8 +16,6 @@ from flashmoa.openai import OpenAI, run
 from tests.integration.openai.programs import BODY, SETTINGS, Clients
 from tests.integration.sent_bodies import record_bodies
 
-pytestmark = pytest.mark.anyio
-
 SCHEMA = {
     "name": "plan",
     "schema": {

@@ -18,8 +18,6 @@ from flashmoa.observe.calls import calls
 from flashmoa.openai import OpenAI, run
 from tests.integration.openai.programs import TASK, Clients, links_opened, play_linked, statuses
 
-pytestmark = pytest.mark.anyio
-
 REQUEST: dict[str, Any] = {"temperature": 0, "max_output_tokens": 48}
 
 

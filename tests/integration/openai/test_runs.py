@@ -38,8 +38,6 @@ from tests.integration.openai.programs import (
 )
 from tests.integration.support import slow_except, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_second_run_is_linked_and_answers_the_same(

@@ -36,8 +36,6 @@ from tests.integration.openai.tool_agents import (
 from tests.integration.scripted import call_until, script
 from tests.integration.support import LAG, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 # How many tokens may be left for a request of which all but a short result was known.
 FEW = LAG + 64
 LOOK = ("look", {"place": "lake"})

@@ -30,8 +30,6 @@ from tests.integration import forced
 from tests.integration.sent_bodies import record_bodies
 from tests.integration.support import start_special_engine, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 LITERAL = "The tag <think> opens a thought."
 # Takes so long to write that links are opened meanwhile.
 LONG = f"{LITERAL} The tag </think> ends it.{' It has an end.' * 40}"

@@ -13,7 +13,7 @@ from flashmoa_bench.harness import modelled_gpus
 from flashmoa.cli import plan as main
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 async def test_an_example_is_planned_unlinked_and_linked(

@@ -26,8 +26,6 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_info_describes_the_engine(http: httpx.AsyncClient, client: EngineClient) -> None:
     # It is in no pair.

@@ -29,8 +29,6 @@ from tests.integration.support import (
     start_special_engine,
 )
 
-pytestmark = pytest.mark.anyio
-
 # An expert has three matrices, in float32.
 LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2) * 4
 LONG = 150

@@ -17,8 +17,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from tests.integration.support import LAG, RIDING, generate, start_special_engine, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 Words = Callable[[int, int], str]
 CHUNK = 64
 

@@ -11,8 +11,6 @@ import pytest
 from flashmoa.engine import EngineClient
 from tests.integration.support import generate
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.http_calls import generation
 from tests.integration.support import TWO_REPLICAS, complete_stream, generate, start_special_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 Words = Callable[[int, int], str]
 
 

@@ -29,7 +29,7 @@ from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, make_request
 from tests.integration.support import GREEDY, LAG, wait_until_prefilled
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.timeout(90)
 Words = Callable[[int, int], str]
 Moment = Literal["before the first append", "mid-append", "after the last append"]
 LateMoment = Literal["during prefill", "during decode"]

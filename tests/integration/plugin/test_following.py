@@ -33,7 +33,6 @@ from tests.integration.support import (
     wait_until_idle,
 )
 
-pytestmark = pytest.mark.anyio
 Body = dict[str, Any]
 BEFORE = "The plan of the first agent: "
 CHATS = "/v1/chat/completions"

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from flashmoa.engine.local import LocalEngine
 from tests.integration.baseline import Baseline
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 junk = st.recursive(
     st.none()

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.event_loop import own_task
 from tests.integration.ears import Ear, in_flight, listening, text_of
 from tests.integration.support import start_special_engine
 
-pytestmark = pytest.mark.anyio
 Body = dict[str, Any]
 MESSAGES = [{"role": "user", "content": "Plan a trip to Nepal."}]
 CHAT = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
@@ -94,7 +94,7 @@ async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngi
 
 @pytest.fixture
 async def ear(http: httpx.AsyncClient) -> AsyncGenerator[Ear]:
-    async with listening(http) as ear:
+    async with own_task(listening(http)) as ear:
         yield ear
     with anyio.fail_after(10):
         while (counts := await in_flight(http))["channels"]:  # noqa: ASYNC110

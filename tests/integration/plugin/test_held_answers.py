@@ -25,7 +25,6 @@ from tests.integration.support import (
     wait_until_idle,
 )
 
-pytestmark = pytest.mark.anyio
 Body = dict[str, Any]
 Words = Callable[[int, int], str]
 # Sends a conversation. Returns what a client adds to it for the answer and the results of its

@@ -12,7 +12,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.support import complete_stream, generate, wait_until_idle
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 Body = dict[str, Any]
 

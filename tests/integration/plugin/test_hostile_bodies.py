@@ -26,8 +26,6 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import start_special_engine
 from tests.unit.plugin.renamed import installed
 
-pytestmark = pytest.mark.anyio
-
 # These are JSON, because Python's ``json`` cannot write all of them.
 VALUES = [
     "null", "true", "false", "0", "1", "-1", "-5", "3", "5000", "9999999", f"{2**31}", f"{2**63}",

@@ -14,7 +14,7 @@ from flashmoa.engine.local import LocalEngines
 from flashmoa.errors import RequestRefused
 from tests.integration.support import start_special_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 LAYERS = 2
 PROMPTS = [Random(seed).choices(range(1000), k=k) for seed, k in enumerate((1, 30, 200, 700))]

@@ -26,7 +26,7 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 Words = Callable[[int, int], str]
 # Seconds. Streams live longer than this, so a call that waits for their end takes longer.
 PATIENCE = 20

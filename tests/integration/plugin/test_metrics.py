@@ -23,7 +23,6 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 KEY = "secret"
 LONG = {**GREEDY, "max_new_tokens": 1500}

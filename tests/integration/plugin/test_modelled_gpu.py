@@ -24,7 +24,6 @@ from tests.integration.support import (
     wait_until_idle,
 )
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 GPU = {"FLASHMOA_DEVICE": "h200_sxm", "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-8B"}
 NAME = "modelled h200_sxm (Qwen/Qwen3-8B, TP1)"

@@ -22,8 +22,6 @@ from tests.integration.support import (
     wait_until_idle,
 )
 
-pytestmark = pytest.mark.anyio
-
 Words = Callable[[int, int], str]
 
 

@@ -28,7 +28,6 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 # Whether tokens ride along with decode steps depends on what these cost. On the modelled GPU they

@@ -24,8 +24,6 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-pytestmark = pytest.mark.anyio
-
 POOL = 4800
 
 

@@ -14,12 +14,9 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.errors import MalformedRequest
 from tests.integration.support import wait_until_idle
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(
-        installed().startswith("0.5.12"), reason="its API counts no tokens and takes no tools"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    installed().startswith("0.5.12"), reason="its API counts no tokens and takes no tools"
+)
 
 LOOK = {
     "type": "function",

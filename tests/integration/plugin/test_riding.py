@@ -24,7 +24,6 @@ from tests.integration.support import (
     wait_until_idle,
 )
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 _Answer = dict[str, Any]
 ARGUMENTS = ["--page-size", "16", "--decode-log-interval", "1"]

@@ -16,7 +16,6 @@ from tests.integration.support import (
     start_special_engine,
 )
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 

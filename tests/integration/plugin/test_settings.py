@@ -25,7 +25,6 @@ from tests.integration.support import (
     start_special_engine,
 )
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 # The longer prompts are computed in chunks.

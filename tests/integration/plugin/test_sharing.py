@@ -21,8 +21,6 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-pytestmark = pytest.mark.anyio
-
 SHARED = 2000
 OWN = 40
 REQUESTS = 16

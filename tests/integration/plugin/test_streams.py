@@ -21,7 +21,6 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 

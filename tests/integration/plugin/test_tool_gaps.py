@@ -18,7 +18,6 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.framework_scripts import run_frameworks
 from tests.integration.support import fetch_kv_state, start_special_engine, wait_until_idle
 
-pytestmark = pytest.mark.anyio
 Body = dict[str, Any]
 Words = Callable[[int, int], str]
 # Sends a prompt, with an answer's calls and their results if there is an answer; returns an answer

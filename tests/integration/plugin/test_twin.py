@@ -22,7 +22,7 @@ from flashmoa.engine.local import LocalEngines
 from flashmoa.errors import EngineError
 from tests.integration.support import RIDING, STRICT, start_special_engine, wait_until_idle
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 Words = Callable[[int, int], str]
 Body = dict[str, Any]
 AGENTS = int(os.environ.get("FLASHMOA_TWIN_AGENTS", "120"))

@@ -12,6 +12,7 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.router.application import application
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.shell.application import ShellOptions, shell_application
+from tests.event_loop import own_task
 from tests.integration.router.serving import serve
 
 
@@ -30,7 +31,7 @@ def make_options(*engines: LocalEngine, **more: object) -> RouterOptions:
 @pytest.fixture
 async def router(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
     """A client of a router in front of the session's two engines."""
-    async with serve_router(make_options(engine, downstream)) as client:
+    async with own_task(serve_router(make_options(engine, downstream))) as client:
         yield client
 
 

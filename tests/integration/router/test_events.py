@@ -15,7 +15,7 @@ from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import flush, generated, generation, metric
 from tests.integration.support import start_special_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 Words = Callable[[int, int], str]
 BLOCKS = "flashmoa_router_engine_blocks{"
 

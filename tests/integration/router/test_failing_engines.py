@@ -21,7 +21,6 @@ from tests.integration.router.http_calls import generated, generation, metric, w
 from tests.integration.router.serving import InTurn
 from tests.integration.support import GREEDY, STRICT, wait_for_streams, wait_until_idle
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 POOL = ["--max-total-tokens", "12000"]
 WORKERS, WORKFLOWS = 4, 12

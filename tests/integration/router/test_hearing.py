@@ -14,12 +14,12 @@ import pytest
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.router.forwarding import CHAT
 from flashmoa.router.shell.application import ShellOptions
+from tests.event_loop import own_task
 from tests.integration.ears import Ear, in_flight, listening, text_of
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import chat, metric, read, wait_for_metric
 from tests.integration.router.serving import InTurn
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 ENGINE, DOWNSTREAM = 0, 1
 
@@ -57,7 +57,7 @@ async def wait_for_channels(direct: list[httpx.AsyncClient], *expected: int) -> 
 @pytest.fixture
 async def in_turn(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator[Any]:
     """A client of a router that sends calls to the two engines in turn."""
-    async with serve_router(make_options(engine, downstream, policy=InTurn())) as router:
+    async with own_task(serve_router(make_options(engine, downstream, policy=InTurn()))) as router:
         yield router
 
 

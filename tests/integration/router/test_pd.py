@@ -19,7 +19,7 @@ from tests.integration.router.http_calls import PlannerAndReader, chat, post_jso
 from tests.integration.router.pairs import Pair, running_pairs
 from tests.integration.support import LAG, fetch_kv_state, wait_for_streams, wait_until_idle
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 Words = Callable[[int, int], str]
 
 

@@ -21,7 +21,6 @@ from tests.integration.router.http_calls import (
 from tests.integration.router.serving import InTurn
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 

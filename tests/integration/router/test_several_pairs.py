@@ -21,7 +21,6 @@ from tests.integration.router.pairs import Pair, running_pairs
 from tests.integration.support import STRICT, wait_until_idle
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.nightly,
     pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
 ]

@@ -13,6 +13,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.router.forwarding import CHAT
 from flashmoa.router.shell.application import ShellOptions
+from tests.event_loop import own_task
 from tests.integration.router.conftest import serve_router
 from tests.integration.router.http_calls import (
     PlannerAndReader,
@@ -24,13 +25,13 @@ from tests.integration.router.http_calls import (
 )
 from tests.integration.support import wait_for_streams, wait_until_idle
 
-pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
 @pytest.fixture
 async def shell(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
-    async with serve_router(ShellOptions(engine.url, engine.url, agent_seconds=30)) as client:
+    options = ShellOptions(engine.url, engine.url, agent_seconds=30)
+    async with own_task(serve_router(options)) as client:
         yield client
 
 

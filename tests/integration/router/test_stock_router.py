@@ -24,7 +24,7 @@ from tests.integration.router.http_calls import chat, generated, metric, post_js
 from tests.integration.router.serving import serve
 from tests.integration.support import wait_until_idle
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 Words = Callable[[int, int], str]
 CALL_HEADER = "X-Request-Id-FlashMoA"
 HINT_HEADERS = {f"{CALL_HEADER}-Stream": "a-stream", f"{CALL_HEADER}-Tokens": "17"}

@@ -20,7 +20,6 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
 
 LETTERS = ["A", "B", "C"]

@@ -15,8 +15,6 @@ from anyio import to_thread
 from flashmoa.cli.score import main
 from flashmoa.engine.local import LocalEngine
 
-pytestmark = pytest.mark.anyio
-
 LINES, SCORED = 60, 56
 BAD = [21, 41, 51]
 COMMAND = "from flashmoa.cli import main; main()"

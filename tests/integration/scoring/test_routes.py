@@ -16,8 +16,6 @@ from flashmoa.engine.local import LocalEngine
 from tests.integration.scoring.conftest import EXACT, Logprobs
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 DOCUMENTS = ["Pokhara lies at a lake.", "Tea is grown in Ilam.", "Lukla has an airport."]
 
 

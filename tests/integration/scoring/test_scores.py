@@ -25,8 +25,6 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 def assert_exact(found: Scores, expected: list[float], lengths: list[int] | None = None) -> None:
     assert found.logprobs == pytest.approx(expected, abs=EXACT)

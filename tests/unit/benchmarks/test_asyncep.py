@@ -55,7 +55,6 @@ def test_exposed_seconds_are_added_by_copying(capsys: pytest.CaptureFixture[str]
     assert "1,024.0" in capsys.readouterr().out
 
 
-@pytest.mark.anyio
 async def test_sglangs_offloaded_experts_are_unknown() -> None:
     def engine(**kv: Any) -> Any:
         async def info() -> Any:

@@ -52,7 +52,6 @@ def test_every_engine_can_have_a_model_of_its_own() -> None:
     assert device_environment(other, "medium")["FLASHMOA_DEVICE_MODEL"] == "big"
 
 
-@pytest.mark.anyio
 async def test_the_clock_runs_in_a_slow_gpus_time() -> None:
     with clock.slowed_down(4):
         before, started = clock.now(), time.perf_counter()

@@ -81,7 +81,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return tried
 
 
-@pytest.mark.anyio
 async def test_a_failed_engine_starts_in_the_next_way(
     launches: list[tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -99,7 +98,6 @@ async def test_a_failed_engine_starts_in_the_next_way(
     assert launches[5:] == [("stock", "stopped")]
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_fails_always_stays_off(
     launches: list[tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -114,7 +112,6 @@ async def test_an_engine_that_fails_always_stays_off(
         assert launches == []
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("measures", [True, False])
 async def test_an_engine_is_asked_after_it_measured(
     measures: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -148,7 +145,6 @@ async def test_an_engine_is_asked_after_it_measured(
     assert found == {"version": "0.5.12.post1", "costs": "costs" if measures else None}
 
 
-@pytest.mark.anyio
 async def test_engines_without_streams_measure_no_costs(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     names = ("stock", "plugin", "mixed", "resident", "h2d", "offload")
@@ -158,7 +154,6 @@ async def test_engines_without_streams_measure_no_costs(tmp_path: Path) -> None:
     assert costs.prefill(8) > 0 and saturation is None
 
 
-@pytest.mark.anyio
 async def test_a_failed_or_slow_stage_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -180,7 +175,6 @@ async def test_a_failed_or_slow_stage_is_passed_over(
     assert run.found["2"] == {"is": "found"} and (tmp_path / "results.json").exists()
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("launches")
 async def test_starts_do_not_count_against_a_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

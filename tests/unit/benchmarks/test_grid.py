@@ -22,8 +22,6 @@ from flashmoa.link.prompt_feed import Feed
 from flashmoa.observe import CallFinished, CallStarted
 from flashmoa.observe.calls import Call
 
-pytestmark = pytest.mark.anyio
-
 
 class Clockwork:
     """Plays rounds of given times, and notes the order of ways."""

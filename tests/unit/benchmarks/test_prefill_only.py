@@ -67,7 +67,6 @@ def test_gains_are_ratios_of_median_seconds(capsys: pytest.CaptureFixture[str]) 
     assert "1.50" in capsys.readouterr().out
 
 
-@pytest.mark.anyio
 async def test_senders_take_turns() -> None:
     sent: list[tuple[str, str]] = []
 

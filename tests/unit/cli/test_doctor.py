@@ -18,8 +18,6 @@ from flashmoa.cli.checks import check_engine, check_installation
 from tests.unit.engine.web_server import web_server
 from tests.unit.plugin.renamed import Renamed
 
-pytestmark = pytest.mark.anyio
-
 
 def test_installation_is_ok_without_importing_torch() -> None:
     script = (

@@ -21,7 +21,6 @@ from flashmoa.errors import BadAnswer, EngineUnreachable, PluginMissing, Request
 from flashmoa.observe import LinkClosed
 from flashmoa.observe.trace import Trace
 
-pytestmark = pytest.mark.anyio
 NOWHERE = "http://127.0.0.1:9"
 
 

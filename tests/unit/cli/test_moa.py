@@ -16,7 +16,6 @@ from flashmoa.engine.local import free_port
 from tests.unit.engine.faulty_engine import listening, receive, send
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
-pytestmark = pytest.mark.anyio
 NOWHERE = "http://127.0.0.1:9"
 MODEL = 'engine = "URL", model = "m"'
 LAYERS = f"layers = [{{models = [{{{MODEL}, repeat = 3}}]}}, {{models = [{{{MODEL}}}]}}]\n"

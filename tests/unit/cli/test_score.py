@@ -14,7 +14,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.errors import EngineError
 from flashmoa.scoring.bulk import resume
 
-pytestmark = pytest.mark.anyio
 SCORES = '{"line": 1, "candidates": []}\n'
 
 

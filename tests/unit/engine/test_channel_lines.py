@@ -24,7 +24,6 @@ from flashmoa.errors import (
     RequestRefused,
 )
 
-pytestmark = pytest.mark.anyio
 URL, CHANNEL = "http://engine:30000", "0123456789abcdef"
 
 

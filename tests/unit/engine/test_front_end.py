@@ -31,7 +31,6 @@ from flashmoa.observe import Event, LinkClosed, LinkOpened, StreamFound
 from tests.unit.link.hung_engine import HungEngine, hung_engine
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "x"}]
 
 

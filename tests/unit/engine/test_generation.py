@@ -23,8 +23,6 @@ from flashmoa.engine.generation import (
 from flashmoa.errors import BadAnswer, RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_only_line_feeds_end_the_lines_of_events() -> None:
     """U+2028 ends a line for Python, but not in an event."""

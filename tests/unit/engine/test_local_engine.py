@@ -16,7 +16,6 @@ from flashmoa.errors import EngineError, EngineUnreachable
 from tests.unit.engine.web_server import web_server
 
 
-@pytest.mark.anyio
 async def test_a_local_engine_has_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     with web_server(b'{"internal_states": [{"modelled_gpu": {"name": "h200"}}]}') as url:
@@ -26,7 +25,6 @@ async def test_a_local_engine_has_no_proxy(tmp_path: Path, monkeypatch: pytest.M
         assert await read_device(engine.url) == {"name": "h200"}
 
 
-@pytest.mark.anyio
 async def test_an_engine_may_take_as_long_as_it_is_given(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_text("still loading")
@@ -35,7 +33,6 @@ async def test_an_engine_may_take_as_long_as_it_is_given(tmp_path: Path) -> None
         await engine.wait_until_ready(0.2)
 
 
-@pytest.mark.anyio
 async def test_an_ended_engine_has_no_device() -> None:
     with pytest.raises(EngineUnreachable, match="cannot be reached"):
         await read_device("http://127.0.0.1:9")

@@ -13,7 +13,6 @@ from flashmoa.engine.plain import PlainServer
 from flashmoa.engine.wire import PromptTokens
 from flashmoa.errors import EngineError, MalformedRequest, PluginMissing, RequestRefused
 
-pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "Hi  you"}]
 RENDERED = "<u>Hi  you</u><a>"
 NO_NAMESPACE: dict[str, str] = {}

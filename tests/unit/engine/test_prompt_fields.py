@@ -12,8 +12,6 @@ from flashmoa.engine import EngineClient, prompt_fields
 from flashmoa.engine.wire import RenderedText
 from flashmoa.errors import EngineError, PluginMissing
 
-pytestmark = pytest.mark.anyio
-
 MESSAGES = [{"role": "user", "content": "Hi"}]
 FIELDS: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "walk"}}],

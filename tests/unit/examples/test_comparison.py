@@ -196,7 +196,6 @@ def measured(comparison: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-@pytest.mark.anyio
 async def test_an_unfinished_round_is_not_counted(
     comparison: Any, measured: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,7 +233,6 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return main
 
 
-@pytest.mark.anyio
 async def test_a_slower_linked_demo_says_so_and_succeeds(
     demo: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,7 +246,6 @@ async def test_a_slower_linked_demo_says_so_and_succeeds(
     assert [mode["every_seconds"] for mode in results["modes"]] == [[16] * 3, [20] * 3]
 
 
-@pytest.mark.anyio
 async def test_a_demo_whose_texts_differ_fails(
     demo: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,7 +255,6 @@ async def test_a_demo_whose_texts_differ_fails(
     assert "Same text in all 2 runs: NO" in capsys.readouterr().out
 
 
-@pytest.mark.anyio
 async def test_answers_in_one_piece_hide_nothing(
     demo: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,7 +282,6 @@ class Writer(BaseChatAgent):
         pass
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_run_ends_its_team_first(comparison: Any) -> None:
     writer, before = Writer(), asyncio.all_tasks()
     async with anyio.create_task_group() as group:

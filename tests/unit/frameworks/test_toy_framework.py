@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
-
 from examples.own_framework import Relay, RelayLink, Speaker
 from flashmoa import EngineClient
 from flashmoa.engine import Delta
@@ -15,8 +13,6 @@ from flashmoa.observe import LinkOpened
 from tests.unit.engine.faulty_engine import TEXT
 from tests.unit.link.hung_engine import hung_engine
 from tests.waiting import until
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_linked_run_equals_an_unlinked_one() -> None:

@@ -15,8 +15,6 @@ from flashmoa.errors import EngineTimeout, EngineUnreachable
 from flashmoa.link.failure_policy import classify_failure
 from flashmoa.link.streamed_text import find_texts, replace_marks
 
-pytestmark = pytest.mark.anyio
-
 
 def caused(error: Exception, cause: Exception) -> Exception:
     """Return the error with a cause."""

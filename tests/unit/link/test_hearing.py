@@ -21,8 +21,6 @@ from flashmoa.link.hearing import CallChannel
 from tests.unit.openai.fake_server import URL, Channel, FakeServer, serve
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 
 class Listener:
     """Listens to a fake server, on whose side channels are told what a test says."""

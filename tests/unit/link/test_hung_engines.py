@@ -24,7 +24,6 @@ from tests.unit.engine.faulty_engine import TEXT
 from tests.unit.link.hung_engine import HungEngine, Route, hung_engine
 from tests.unit.openai.test_observed_calls import INFO
 
-pytestmark = pytest.mark.anyio
 # Seconds that every operation here may take. A request to an engine that hangs takes 25 s.
 SOON = 1.0
 

@@ -20,7 +20,6 @@ from flashmoa.observe.events import ignore
 from tests.unit.link.hung_engine import HungEngine, Route, hung_engine
 from tests.unit.openai.test_observed_calls import INFO
 
-pytestmark = pytest.mark.anyio
 # Seconds that a stream lives; short, since the tests wait for a part of it.
 TTL = 0.3
 

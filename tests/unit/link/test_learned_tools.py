@@ -193,7 +193,6 @@ def test_each_call_has_one_result_in_its_place(calls: list[Call], data: st.DataO
         assert message["content"] in (text, f"<{number}>")
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("has_run", [False, True])
 async def test_a_forced_choice_is_expected_if_it_came_before(
     has_run: bool,

@@ -28,6 +28,7 @@ from flashmoa.link.reasons import NO_LINKS
 from flashmoa.observe import CallFinished, CallStarted, Event, PromptSent, UpstreamFailed
 from flashmoa.observe.events import FIRST, WHOLE
 from flashmoa.observe.trace import read
+from tests.event_loop import own_task
 from tests.unit.engine.faulty_engine import (
     Received,
     chunk,
@@ -41,7 +42,6 @@ from tests.unit.link.hung_engine import HungEngine, Route, hung_engine
 from tests.unit.openai.test_observed_calls import INFO
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 WORD = "Himalaya "
 
 
@@ -91,7 +91,7 @@ class Scribe(HungEngine):
 
 @pytest.fixture
 async def scribe() -> AsyncGenerator[Scribe]:
-    async with listening(lambda url: Scribe(url, ())) as engine:
+    async with own_task(listening(lambda url: Scribe(url, ()))) as engine:
         yield engine
 
 

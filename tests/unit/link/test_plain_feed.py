@@ -18,7 +18,6 @@ from flashmoa.link.prompt import Prompt, Slot
 from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened, Listener
 from flashmoa.observe.events import LATE, ignore
 
-pytestmark = pytest.mark.anyio
 HEAD = "head" * 100
 
 

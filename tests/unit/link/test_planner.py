@@ -34,7 +34,6 @@ from flashmoa.observe.events import FIRST, LATE, ignore
 from tests.unit.link.hung_engine import hung_engine
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 ENGINE = "http://127.0.0.1:9"
 REQUEST = CallRequest(ENGINE, "m", None)
 TURN = Turn("reader", (frozenset(["writer"]),))

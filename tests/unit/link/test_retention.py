@@ -14,11 +14,10 @@ import pytest
 
 from flashmoa import EngineClient, Workflow
 from flashmoa.errors import EngineError
+from tests.event_loop import own_task
 from tests.retention import kept_by
 from tests.unit.openai.fake_server import URL, FakeServer, serve
 from tests.waiting import until
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 @pytest.fixture
 async def flow(server: FakeServer) -> AsyncGenerator[Workflow]:
-    async with EngineClient(URL) as engine, Workflow(engine) as flow:
+    async with EngineClient(URL) as engine, own_task(Workflow(engine)) as flow:
         yield flow
 
 

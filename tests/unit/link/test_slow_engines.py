@@ -21,7 +21,6 @@ from flashmoa.observe import Event, LinkDeclined
 from tests.unit.link.hung_engine import HungEngine, hung_engine
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 WRITE = CallRequest("http://writer", "m", None)
 READERS = ["hung", "a", "b", "c"]
 

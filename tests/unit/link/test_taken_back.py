@@ -7,14 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import pytest
 
 from flashmoa import EngineClient, Text
 from flashmoa.link.link import Link
 from flashmoa.link.prompt import Prompt, Slot
 from tests.unit.link.hung_engine import HungEngine, hung_engine
-
-pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager

@@ -17,8 +17,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from flashmoa import Text
 from flashmoa.link.streamed_text import find_texts
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_leaving_a_text_closes_it() -> None:
     with Text("draft") as text:

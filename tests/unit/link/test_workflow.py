@@ -18,10 +18,10 @@ from flashmoa._concurrency import TaskHost, all_of
 from flashmoa.engine.wire import Delta, kv_namespace
 from flashmoa.errors import BadAnswer, EngineUnreachable
 from flashmoa.observe import Event, LinkDeclined
+from tests.event_loop import own_task
 from tests.unit.link.hung_engine import hung_engine
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 TOOL_PIECES: list[dict[str, Any]] = [
     {"index": 0, "id": "c0", "function": {"name": "look", "arguments": '{"at"'}},
     {"index": 0, "function": {"arguments": ': "it"}'}},
@@ -81,7 +81,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 async def flow(engine: Engine) -> AsyncGenerator[Workflow]:
-    async with workflow(engine) as flow:
+    async with own_task(workflow(engine)) as flow:
         yield flow
 
 

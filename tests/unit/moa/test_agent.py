@@ -15,8 +15,6 @@ from flashmoa.observe import CallFinished, Event
 from tests.unit.moa.scripted_engine import NOWHERE, PROMPT, Script, mix, scripted_engine
 from tests.unit.moa.test_early_exit import embedding
 
-pytestmark = pytest.mark.anyio
-
 SCRIPTS: dict[str, Script] = {
     "parsed": [("thought", "Hm, "), ("thought", "17."), "It is ", "18."],
     "plain": ["It is ", "18."],

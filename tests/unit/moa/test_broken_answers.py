@@ -22,8 +22,6 @@ from flashmoa.moa import (
 from flashmoa.moa.serve.chat_completions import error_body
 from tests.unit.moa.scripted_engine import Script, mix, scripted_engine
 
-pytestmark = pytest.mark.anyio
-
 SCRIPTS: dict[str, Script] = {
     "whole": ["It is ", "18."],
     "rest": ["is ", "18."],

@@ -18,8 +18,6 @@ from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
 from flashmoa.moa.early_exit import EarlyExit, Embedding, ScoredAnswers
 from flashmoa.moa.settings import Quorum
 
-pytestmark = pytest.mark.anyio
-
 
 class WaitingEmbedder:
     """An embedder that calls a function, and returns the same for all texts."""

@@ -71,7 +71,6 @@ def test_debate_needs_two_debaters_and_a_round() -> None:
         Debate([model, model], 0, model)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("staircase", [None, Steps()])
 async def test_each_round_waits_for_a_quorum(staircase: Steps | None) -> None:
     scripts: dict[str, Script] = {"quick": ["It is ", "4."], "hung": ["It ", ("end", "hang")]}
@@ -87,7 +86,6 @@ async def test_each_round_waits_for_a_quorum(staircase: Steps | None) -> None:
         assert [answer.status for answer in round_] == ["used", hung, "used"]
 
 
-@pytest.mark.anyio
 async def test_leaving_does_not_wait_for_a_quorum() -> None:
     async with scripted_engine({"hung": ["It ", ("end", "hang")]}) as (_, client):
         model = Model(client, "hung")

@@ -102,7 +102,6 @@ class LengthEmbedder:
         return embedding(len(text), 5)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("rule", ["sample", "threshold"])
 async def test_exit_when_answers_are_confident_and_agree(rule: str) -> None:
     policy = EarlyExit(LengthEmbedder(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]

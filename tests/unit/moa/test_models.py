@@ -8,7 +8,6 @@ from flashmoa import EngineClient
 from flashmoa.moa import Model
 from flashmoa.moa.models import room_for_answers
 
-pytestmark = pytest.mark.anyio
 CLIENT = EngineClient("http://127.0.0.1:9")
 
 

@@ -14,6 +14,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.errors import EngineTimeout
 from flashmoa.moa import Steps
 from flashmoa.moa.prompts import AggregationPrompt, ChunkedText, fair_shares
+from tests.event_loop import own_task
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -59,7 +60,7 @@ def test_fair_shares_cut_the_longest_to_one_length(lengths: list[int], room: int
 
 @pytest.fixture
 async def flow() -> AsyncGenerator[Workflow]:
-    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
+    async with EngineClient("http://127.0.0.1:9") as engine, own_task(Workflow(engine)) as flow:
         yield flow
 
 
@@ -70,7 +71,6 @@ def test_chunks_grow_up_to_the_largest_chunk() -> None:
         Steps(first=0)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("size", [1, 7, 150])
 async def test_chunks_do_not_depend_on_the_pieces(flow: Workflow, size: int) -> None:
     whole = "".join(chr(97 + n % 26) for n in range(150))
@@ -86,7 +86,6 @@ async def test_chunks_do_not_depend_on_the_pieces(flow: Workflow, size: int) -> 
     assert proposal.ends_before(3) and not proposal.ends_before(2)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("text", "error", "chunks", "problem"),
     [
@@ -110,7 +109,6 @@ async def test_an_answer_that_is_not_whole_has_a_problem(
     assert proposal.failed == proposal.ends_before(0) == (not text)
 
 
-@pytest.mark.anyio
 async def test_prompt_refuses_two_versions_of_one_answer(flow: Workflow) -> None:
     answer = Text("writer")
     one, other = flow.version(answer), flow.version(answer)

@@ -17,8 +17,6 @@ from flashmoa.moa.agent import StopFilter
 from flashmoa.observe import CallFinished, Event
 from tests.unit.moa.scripted_engine import scripted_engine
 
-pytestmark = pytest.mark.anyio
-
 
 class RecordedRequests:
     """Records announced requests, and how often each was sent or released."""

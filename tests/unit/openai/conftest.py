@@ -10,11 +10,6 @@ from tests.unit.openai.fake_server import FakeServer, serve
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Program]:
     """Return the programs that are remembered."""
     programs: dict[str, Program] = {}

@@ -23,8 +23,6 @@ from tests.unit.openai.fake_server import TEXT, WORDS, FakeServer, ask, both_cli
 from tests.unit.openai.fake_server import chunk as make_chunk
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:

@@ -40,7 +40,6 @@ from tests.unit.engine.faulty_engine import (
 from tests.unit.openai.fake_server import URL, serve
 from tests.unit.openai.fake_server import whole as whole_answer
 
-pytestmark = pytest.mark.anyio
 ASK = [UserMessage(content="Go.", source="user")]
 INFO = ModelInfo(
     vision=False,
@@ -53,11 +52,6 @@ INFO = ModelInfo(
 BRIEF = httpx.Timeout(5.0, read=0.5)
 # Asks an engine, observed or not, with these options of OpenAI's client. Appends the answer.
 Way = Callable[[list[Any], FaultyEngine, bool, dict[str, Any]], Awaitable[None]]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(autouse=True)

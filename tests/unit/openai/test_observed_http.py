@@ -34,7 +34,6 @@ from tests.unit.openai.fake_server import (
     whole,
 )
 
-pytestmark = pytest.mark.anyio
 EVENTS = {"content-type": "text/event-stream"}
 TOOL = {"type": "function", "function": {"name": "look"}}
 

@@ -17,7 +17,6 @@ from flashmoa.link.hearing import CallChannel
 from flashmoa.openai.http import observe_completions
 from tests.unit.openai.fake_server import FakeServer, stream, whole
 
-pytestmark = pytest.mark.anyio
 URL = "http://engine:30000/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "m", "messages": []}
 

@@ -21,8 +21,6 @@ from flashmoa.openai import run
 from tests.unit.openai.fake_server import FakeServer
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 TEXTS = st.text(max_size=6)
 USAGE = {"input_tokens": 9, "output_tokens": 4, "input_tokens_details": {"cached_tokens": 5}}
 

@@ -21,7 +21,7 @@ from flashmoa.openai import runs as _runs
 from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
 from tests.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("programs")]
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 async def test_the_programs_that_ran_last_are_remembered(

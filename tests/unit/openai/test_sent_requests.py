@@ -19,7 +19,6 @@ from flashmoa.openai.sent_requests import headers_now, read_request, settings_fo
 from tests.unit.openai.fake_server import URL, FakeServer, ask
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
 
 

@@ -11,7 +11,6 @@ from flashmoa_bench.plan.command import main
 
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.anyio
 CHAIN = str(ROOT / "examples" / "chain.py")
 SHORT = ["--output-tokens", "8"]
 

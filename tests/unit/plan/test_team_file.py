@@ -21,8 +21,6 @@ from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from tests.conftest import ROOT
 from tests.unit.plan import teams
 
-pytestmark = pytest.mark.anyio
-
 
 async def load(folder: Path, text: str, name: str | None = None) -> LoadedTeam:
     file = folder / "mine.py"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import anyio
-import pytest
 
 from flashmoa.router.cache_tables import EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher, NoEngine
@@ -11,7 +10,6 @@ from flashmoa.router.flops import TOKENS
 from flashmoa.router.policy import PrefixAware
 from tests.unit.router.support import load
 
-pytestmark = pytest.mark.anyio
 SMALL = EngineTraits(TOKENS, saturation=20)
 PROMPT = token_blocks([1] * 32)
 

@@ -18,7 +18,6 @@ from flashmoa.router.forwarding import EngineLost
 from flashmoa.router.policy import PrefixAware
 from tests.unit.router.support import KEY, FakeConnections, FakeEngine, routing
 
-pytestmark = pytest.mark.anyio
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128
 }  # fmt: skip

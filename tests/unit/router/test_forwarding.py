@@ -23,7 +23,6 @@ from flashmoa.router.forwarding import (
     select_forwarded_headers,
 )
 
-pytestmark = pytest.mark.anyio
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 BAD = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\nno"
 HALF = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\no"

@@ -25,7 +25,6 @@ from flashmoa.router.hearing import CALLS, HeardChannels
 from tests.integration.router.serving import InTurn, serve
 from tests.unit.router.support import KEY, FakeEngine, pair, routing
 
-pytestmark = pytest.mark.anyio
 CHANNEL = "0123456789abcdef"
 HEADERS = {**KEY, "x-flashmoa-channel": CHANNEL}
 CALL = {**KEY, "x-request-id-flashmoa": CHANNEL + "0" * 16}

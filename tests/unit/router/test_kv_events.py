@@ -33,7 +33,6 @@ from flashmoa.router.policy import PrefixAware
 from tests.integration.router.serving import serve
 from tests.unit.router.support import PROMPTS, SIZE, FakeEngine, blocks, running
 
-pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
 PUBLISHES = {"publisher": "zmq", "endpoint": "tcp://*:7000"}
 CONFIG = json.dumps(PUBLISHES)

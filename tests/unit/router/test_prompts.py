@@ -10,7 +10,6 @@ from flashmoa.router.cache_tables import Blocks, text_blocks, token_blocks
 from flashmoa.router.prompts import find_blocks
 from tests.unit.router.support import FakeConnections
 
-pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
 QUERY, DOCUMENTS = "a" * 200, ["b" * 100, "c" * 100]
 ALL = text_blocks(QUERY + "".join(DOCUMENTS))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flashmoa.router.application import POLICY_ROUTES, application
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.forwarding import CHAT, STREAMS, Connections, EngineLost
+from tests.event_loop import own_task
 from tests.integration.router.serving import InTurn
 from tests.unit.router.support import (
     DRAINING,
@@ -28,7 +29,6 @@ from tests.unit.router.support import (
     running,
 )
 
-pytestmark = pytest.mark.anyio
 GENERATE = "/generate"
 
 
@@ -237,14 +237,10 @@ HEADER = st.text(st.characters(min_codepoint=32, max_codepoint=255, exclude_char
 @pytest.fixture(params=["router", "tokenizing", "shell"])
 async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[RouterClient]:
     engine = FakeEngine("a", needs_key=False)
-    if request.param == "shell":
-        async with pair(engine) as client:
-            yield client
-    else:
-        if request.param == "tokenizing":
-            engine.advertise("tcp://127.0.0.1:9")
-        async with routing(engine) as client:
-            yield client
+    if request.param == "tokenizing":
+        engine.advertise("tcp://127.0.0.1:9")
+    async with own_task(pair(engine) if request.param == "shell" else routing(engine)) as client:
+        yield client
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])

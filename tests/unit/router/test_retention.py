@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.retention import kept_by
 from tests.unit.router.support import FakeEngine, routing
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_router_keeps_nothing_of_requests() -> None:

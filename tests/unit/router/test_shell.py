@@ -27,7 +27,6 @@ from tests.unit.link.hung_engine import hung_engine
 from tests.unit.router.support import KEY, FakeEngine, RouterClient, pair, running
 from tests.unit.router.test_forwarding import STREAM, Server
 
-pytestmark = pytest.mark.anyio
 DONE = b"data: [DONE]\n\n"
 
 

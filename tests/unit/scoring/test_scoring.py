@@ -117,7 +117,6 @@ def test_record_of_infinite_logprobs_is_valid_json() -> None:
     assert written["probabilities"] == [1.0, 0.0]
 
 
-@pytest.mark.anyio
 async def test_results_are_written_in_order() -> None:
     dice = random.Random(3)
     running, most, written = 0, 0, list[int]()
@@ -143,7 +142,6 @@ async def test_results_are_written_in_order() -> None:
     assert most == 8
 
 
-@pytest.mark.anyio
 async def test_failing_work_stops_all_workers() -> None:
     written: list[int] = []
 
@@ -162,7 +160,6 @@ async def test_failing_work_stops_all_workers() -> None:
     assert written == list(range(4))
 
 
-@pytest.mark.anyio
 async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     source = tmp_path / "lines.jsonl"
     text = json.dumps({"context": "Is it good?" * 4, "candidates": [" yes", " no"]})

@@ -15,8 +15,6 @@ from flashmoa.observe import CallFailed, Event, LinkClosed
 from tests.integration.frameworks.agent_framework.workflows import TASK, Pair, agent, chain, run
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_failed_run_ends_its_links(clients: Pair, guide: str) -> None:
     bad = [agent("planner", clients[0], guide), agent("local", clients[0], guide, tokens=-5)]

@@ -27,8 +27,6 @@ from tests.integration.frameworks.agent_framework.workflows import (
 )
 from tests.integration.support import slow
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_the_summary_was_prefilled_while_the_others_wrote(clients: Pair, guide: str) -> None:
     events: list[Event] = []

@@ -13,8 +13,6 @@ from agent_framework.orchestrations import ConcurrentBuilder, GroupChatBuilder
 from flashmoa.agent_framework import link
 from tests.integration.frameworks.agent_framework.workflows import TASK, Pair, agent
 
-pytestmark = pytest.mark.anyio
-
 
 def group_chat(agents: list[Any]) -> Workflow:
     turns = iter(("planner", "local", "planner"))

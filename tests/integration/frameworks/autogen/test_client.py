@@ -23,8 +23,6 @@ from flashmoa.observe import CallFailed, Event
 from tests.integration.frameworks.autogen.runs import Client, connected, events_of, make
 from tests.integration.support import fetch_kv_state, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 HELLO = [SystemMessage(content="Be brief."), UserMessage(content="Hello there", source="user")]
 
 

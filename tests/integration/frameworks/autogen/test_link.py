@@ -21,8 +21,6 @@ from tests.integration.frameworks.autogen.runs import (
 )
 from tests.integration.frameworks.autogen.teams import agent
 
-pytestmark = pytest.mark.anyio
-
 
 def chain(clients: tuple[Client, Client], guide: str, turns: int = 4) -> RoundRobinGroupChat:
     """Make a team of three agents on the first engine and one on the second (examples/chain.py)."""

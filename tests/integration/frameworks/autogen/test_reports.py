@@ -12,8 +12,6 @@ from tests.integration.frameworks.autogen.runs import Client, connected, make
 from tests.integration.frameworks.autogen.teams import agent, agents, orchestrate, swarm
 from tests.integration.scripted import script
 
-pytestmark = pytest.mark.anyio
-
 
 async def reported(team: BaseGroupChat, task: str) -> tuple[str, str]:
     """Run a team, and return its report right after the run, and once its links have ended."""

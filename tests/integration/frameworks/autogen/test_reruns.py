@@ -33,8 +33,6 @@ from tests.integration.support import LAG, slow, wait_until_idle
 from tests.unit.frameworks.autogen.test_overriding import FixedSpeaker, NumberedMessage
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 
 def stopped(client: Client, inner: str) -> BaseGroupChat:
     """Make a team with one that is stopped by its condition, which cannot be known beforehand."""

@@ -39,8 +39,6 @@ from tests.integration.frameworks.autogen.teams import Build, agent, agents, fil
 from tests.integration.scripted import Script, script
 from tests.integration.support import LAG, nightly, slow, start_special_engine, wait_until_idle
 
-pytestmark = pytest.mark.anyio
-
 
 @dataclass(frozen=True)
 class Kind:

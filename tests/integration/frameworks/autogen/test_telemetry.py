@@ -21,7 +21,6 @@ from tests.integration.frameworks.autogen.runs import Client, connected, run_tea
 from tests.integration.frameworks.autogen.teams import agent
 from tests.unit.observe.test_opentelemetry import Telemetry, parent, times
 
-pytestmark = pytest.mark.anyio
 ASK = [UserMessage(content="Go.", source="user")]
 
 

@@ -32,7 +32,6 @@ from tests.integration.scripted import call_until, script
 from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
 # How many tokens may be left for a request of which all but a short result was known.
 FEW = LAG + 64
 LOOK = ("look", {"place": "lake"})

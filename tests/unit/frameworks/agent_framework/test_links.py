@@ -23,8 +23,6 @@ from flashmoa.frameworks.agent_framework import client as _client
 from flashmoa.observe.events import FIRST
 from tests.unit.frameworks.agent_framework.fakes import agent, chain, make_client
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_refused_workflow_leaves_its_trace(tmp_path: Path) -> None:
     client, _ = make_client()

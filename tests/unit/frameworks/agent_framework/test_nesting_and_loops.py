@@ -20,8 +20,6 @@ from agent_framework.orchestrations import SequentialBuilder
 from flashmoa.agent_framework import FlashMoAChatClient, link
 from tests.unit.frameworks.agent_framework.fakes import agent, chain, make_client, run_linked
 
-pytestmark = pytest.mark.anyio
-
 
 def inner(client: FlashMoAChatClient) -> Workflow:
     return SequentialBuilder(participants=[agent(client, "i"), agent(client, "j")]).build()

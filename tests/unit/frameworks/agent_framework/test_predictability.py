@@ -32,8 +32,6 @@ from tests.unit.frameworks.agent_framework.fakes import (
     run_linked,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 class Adds(ChatMiddleware):
     async def process(self, context: ChatContext, call_next: Callable[[], Awaitable[None]]) -> None:

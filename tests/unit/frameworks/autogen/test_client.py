@@ -26,7 +26,6 @@ from flashmoa.link.calls import CallObserver, CallRequest
 from flashmoa.link.expected import first_request
 from tests.unit.openai.fake_server import TEXT, URL, serve
 
-pytestmark = pytest.mark.anyio
 BLIND = {"has_image_understanding": False, "tool_call_parser": None}
 SEEING = {"has_image_understanding": True, "tool_call_parser": "hermes"}
 

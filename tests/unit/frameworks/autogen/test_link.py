@@ -36,7 +36,6 @@ from flashmoa.observe.trace import read
 from tests.unit.frameworks.autogen.test_overriding import INFO
 from tests.unit.openai.fake_server import URL, serve
 
-pytestmark = pytest.mark.anyio
 NOTE = LinkDeclined(agent="one", engine="", reason="test")
 
 

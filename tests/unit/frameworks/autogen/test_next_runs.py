@@ -13,8 +13,6 @@ from tests.unit.frameworks.autogen.test_link import make_client, make_team
 from tests.unit.openai.fake_server import serve
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ from flashmoa.link.prompt import NotForecastable
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.openai.fake_server import URL, FakeServer
 
-pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
 INFO = ModelInfo(
     vision=False, function_calling=True, json_output=False, family=ModelFamily.UNKNOWN,

@@ -28,8 +28,6 @@ from tests.unit.frameworks.autogen.scripted_agents import (
     take_turn,
 )
 
-pytestmark = pytest.mark.anyio
-
 CONTEXTS = (
     UnboundedChatCompletionContext,
     lambda: BufferedChatCompletionContext(2),

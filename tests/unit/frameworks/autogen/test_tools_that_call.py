@@ -21,8 +21,6 @@ from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.observe import CallStarted, Event
 from tests.unit.frameworks.autogen.scripted_agents import called
 
-pytestmark = pytest.mark.anyio
-
 Ask = Callable[[], Awaitable[str]]
 Way = Callable[[Ask], Awaitable[str]]
 

@@ -14,8 +14,6 @@ from flashmoa.moa.serve.chat_completions import without_urls
 from tests.unit.moa.scripted_engine import NOWHERE, scripted_engine
 from tests.unit.moa.serve.served import ask, served
 
-pytestmark = pytest.mark.anyio
-
 SCRIPTS = {
     "plain": ["It is ", "18."],
     "halves": ["a", "\ud83d", "b"],

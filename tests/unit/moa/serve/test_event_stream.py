@@ -10,8 +10,6 @@ import pytest
 
 from flashmoa.moa.serve.application import sending_events
 
-pytestmark = pytest.mark.anyio
-
 
 class Client:
     """Records the bytes, and tells when a second heartbeat has come."""

@@ -13,8 +13,6 @@ from flashmoa.moa.settings import Sampling
 from tests.unit.moa.scripted_engine import ScriptedEngine, scripted_engine
 from tests.unit.moa.serve.served import ask, served
 
-pytestmark = pytest.mark.anyio
-
 KINDS: dict[str, dict[str, Any]] = {
     "mixture": {},
     "staircase": {"kind": "staircase"},

@@ -12,7 +12,7 @@ from tests.unit.engine.faulty_engine import listening
 from tests.unit.moa.scripted_engine import ScriptedEngine
 from tests.unit.moa.serve.served import served
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPTS = {"plain": ["It is ", "18."], "cut": ["It", ("end", "cut")]}
 

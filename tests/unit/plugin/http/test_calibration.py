@@ -27,7 +27,6 @@ from flashmoa_sglang.messages import ForwardTimes, RequestMark
 from flashmoa_sglang.moe.saturation import LayerTimes, Saturation
 from flashmoa_sglang.sglang import hooks as plugin
 
-pytestmark = pytest.mark.anyio
 SIZES = [1, 4, 16, 64, 128, 256, 512, 1024]
 
 

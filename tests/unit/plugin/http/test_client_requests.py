@@ -27,8 +27,6 @@ from hypothesis import strategies as st
 
 from tests.unit.plugin.http.fake_engine import FakeEngine, generation, open_stream
 
-pytestmark = pytest.mark.anyio
-
 TOKEN = {"text": "a", "meta_info": {"finish_reason": None, "completion_tokens": 1}}
 
 

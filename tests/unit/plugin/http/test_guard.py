@@ -222,7 +222,6 @@ def test_a_token_outside_of_the_vocabulary_is_named(wrong: int) -> None:
         guard.check_ids([1, wrong, 2], 10)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "error",
     [IndexError("list index"), TypeError("x" * 9999), re.error("bad"), RecursionError("deep")],
@@ -241,7 +240,6 @@ async def test_what_sglang_cannot_read_is_refused(error: Exception) -> None:
     assert len(str(told.value)) < 150
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("params", [{"n": 10**6}, [{"n": 1}, {"n": 10**6}]])
 async def test_too_many_answers_are_refused(params: Any) -> None:
     obj = SimpleNamespace(sampling_params=params, rid=None)
@@ -249,7 +247,6 @@ async def test_too_many_answers_are_refused(params: Any) -> None:
         await anext(guard.answer(pytest.fail, None, obj, None))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("rid", [None, "r", ["r", "s"]], ids=str)
 async def test_a_request_refused_early_stays_abortable(rid: Any) -> None:
     """It does so after a streamed answer, as here; an exception closes the client's connection."""

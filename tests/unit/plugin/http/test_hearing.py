@@ -18,7 +18,6 @@ from flashmoa_sglang.scheduler.written import WrittenAnswers
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.anyio
 Line = dict[str, Any]
 
 

@@ -18,8 +18,6 @@ from flashmoa_sglang.http.scoring.routes import stream, while_connected
 from flashmoa_sglang.http.stream import Terms
 from starlette.requests import ClientDisconnect
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def requests(monkeypatch: pytest.MonkeyPatch) -> None:

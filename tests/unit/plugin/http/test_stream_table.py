@@ -37,8 +37,6 @@ from starlette.requests import Request
 from tests.unit.plugin.http.fake_engine import FakeEngine, open_stream
 from tests.unit.plugin.http.tokens.test_token_buffer import grouping_digits_from_the_right
 
-pytestmark = pytest.mark.anyio
-
 
 def encode(text: str) -> list[int]:
     return CanonicalTokenizer(grouping_digits_from_the_right()).encode(text)

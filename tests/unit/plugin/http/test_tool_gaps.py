@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 
 from tests.unit.plugin.http.fake_engine import generation
 
-pytestmark = pytest.mark.anyio
-
 Body = dict[str, Any]
 # A request that names no stream has one, too, if it is known by its prompt.
 OF_A_STREAM = {"custom_params": RequestMark("stream", final=True).to_custom_params()}

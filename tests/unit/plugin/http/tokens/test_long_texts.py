@@ -27,8 +27,6 @@ from flashmoa_sglang.http.tokens.token_buffer import (
 from tests.unit.plugin.http.fake_engine import FakeEngine
 from tests.unit.plugin.http.tokens.test_token_buffer import SCRIPTS, smollm_like
 
-pytestmark = pytest.mark.anyio
-
 ROOM = 20_000
 CHARACTERS_PER_TOKEN = 64
 

@@ -16,7 +16,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.conftest import ROOT
 from tests.integration.support import start_special_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 CALL = r"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
 
 

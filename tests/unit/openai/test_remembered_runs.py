@@ -18,7 +18,7 @@ from flashmoa.openai.sent_requests import headers_now
 from tests.unit.openai.fake_server import URL, FakeServer, ask
 from tests.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("programs")]
+pytestmark = pytest.mark.usefixtures("programs")
 KEY = "sk-private"
 
 

@@ -7,15 +7,9 @@ import time
 from typing import Any
 
 import pytest
-from flashmoa_bench.harness import clock
+from flashmoa_bench.harness import clock, modelled_gpus
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.modelled_gpus import (
-    check_keeps_up,
-    common_slowdown,
-    counted_since,
-    device_environment,
-)
 
 from flashmoa.errors import EngineError
 
@@ -25,9 +19,9 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def test_engines_are_on_the_given_device() -> None:
-    assert device_environment(parse(), "flashmoa") == {}
+    assert modelled_gpus.device_environment(parse(), "flashmoa") == {}
     arguments = parse("--device", "h200_sxm", "--device-tp", "2", "--device-slowdown", "4")
-    assert device_environment(arguments, "flashmoa") == {
+    assert modelled_gpus.device_environment(arguments, "flashmoa") == {
         "FLASHMOA_DEVICE": "h200_sxm",
         "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-32B",
         "FLASHMOA_DEVICE_TP": "2",
@@ -39,17 +33,17 @@ def test_engines_are_on_the_given_device() -> None:
 def test_every_engine_can_have_a_model_of_its_own() -> None:
     two = parse("--device", "h200_sxm", "--device-model", "small=Qwen/Qwen3-8B", "large=big")
     models = {
-        engine: device_environment(two, engine)["FLASHMOA_DEVICE_MODEL"]
+        engine: modelled_gpus.device_environment(two, engine)["FLASHMOA_DEVICE_MODEL"]
         for engine in ("small", "stock_small", "large", "stock_large")
     }
     assert set(models.values()) == {"Qwen/Qwen3-8B", "big"}
     assert models["stock_small"] == models["small"] and models["stock_large"] == "big"
-    second = device_environment(two, "stock_small_2")["FLASHMOA_DEVICE_MODEL"]
+    second = modelled_gpus.device_environment(two, "stock_small_2")["FLASHMOA_DEVICE_MODEL"]
     assert second == models["small"]
     with pytest.raises(EngineError, match="no model for the engine medium: add medium=NAME"):
-        device_environment(two, "medium")
+        modelled_gpus.device_environment(two, "medium")
     other = parse("--device", "h200_sxm", "--device-model", "small=Qwen/Qwen3-8B", "big")
-    assert device_environment(other, "medium")["FLASHMOA_DEVICE_MODEL"] == "big"
+    assert modelled_gpus.device_environment(other, "medium")["FLASHMOA_DEVICE_MODEL"] == "big"
 
 
 @pytest.mark.anyio
@@ -64,10 +58,10 @@ async def test_the_clock_runs_in_a_slow_gpus_time() -> None:
 
 
 def test_compared_engines_are_slowed_down_alike() -> None:
-    assert common_slowdown({}) == 1
-    assert common_slowdown({"one": device(0), "two": device(0)}) == 2
+    assert modelled_gpus.common_slowdown({}) == 1
+    assert modelled_gpus.common_slowdown({"one": device(0), "two": device(0)}) == 2
     with pytest.raises(EngineError, match="by different factors"):
-        common_slowdown({"one": device(0), "two": device(0) | {"slowdown": 1.0}})
+        modelled_gpus.common_slowdown({"one": device(0), "two": device(0) | {"slowdown": 1.0}})
 
 
 def device(overrun: float) -> dict[str, Any]:
@@ -83,12 +77,14 @@ def device(overrun: float) -> dict[str, Any]:
 
 
 def test_an_overrun_run_is_refused_with_a_slowdown() -> None:
-    check_keeps_up({"one": device(0.1), "two": device(0.0)}, "--device-slowdown")
+    modelled_gpus.check_keeps_up({"one": device(0.1), "two": device(0.0)}, "--device-slowdown")
     with pytest.raises(EngineError, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
-        check_keeps_up({"one": device(0.1), "two": device(0.3)}, "--device-slowdown")
+        modelled_gpus.check_keeps_up({"one": device(0.1), "two": device(0.3)}, "--device-slowdown")
 
 
 def test_forwards_before_a_run_do_not_count() -> None:
-    during = counted_since(device(0.5), device(0.6) | {"device_seconds": 30.0, "forwards": 150})
+    during = modelled_gpus.counted_since(
+        device(0.5), device(0.6) | {"device_seconds": 30.0, "forwards": 150}
+    )
     assert (during["forwards"], during["overruns"], during["device_seconds"]) == (50, 0, 20.0)
-    check_keeps_up({"one": during}, "--device-slowdown")
+    modelled_gpus.check_keeps_up({"one": during}, "--device-slowdown")

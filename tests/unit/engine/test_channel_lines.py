@@ -13,16 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa import EngineClient
+from flashmoa import EngineClient, errors
 from flashmoa.engine.generation import read_lines
-from flashmoa.errors import (
-    BadAnswer,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    PluginMissing,
-    RequestRefused,
-)
 
 pytestmark = pytest.mark.anyio
 URL, CHANNEL = "http://engine:30000", "0123456789abcdef"
@@ -109,7 +101,7 @@ async def test_a_line_that_is_no_object_is_no_engines(
     stream = Pieces([b'{"listening": true}\n' + odd + b"\n", b'{"more": 1}\n'])
     answer(monkeypatch, httpx.Response(200, stream=stream))
     async with EngineClient(URL) as engine:
-        with pytest.raises(BadAnswer, match=f"{URL}/flashmoa/calls is not an engine's"):
+        with pytest.raises(errors.BadAnswer, match=f"{URL}/flashmoa/calls is not an engine's"):
             async with engine.hear(CHANNEL) as lines:
                 assert await anext(lines) == {"listening": True}
                 await anext(lines)
@@ -130,12 +122,12 @@ async def test_a_channel_is_asked_for_by_its_id(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("status", "body", "kind"),
     [
-        (404, {"detail": "Not Found"}, PluginMissing),
-        (500, {"error": {"message": "no", "code": "engine_failed"}}, RequestRefused),
+        (404, {"detail": "Not Found"}, errors.PluginMissing),
+        (500, {"error": {"message": "no", "code": "engine_failed"}}, errors.RequestRefused),
     ],
 )
 async def test_a_channel_that_is_refused_says_why(
-    status: int, body: Any, kind: type[EngineError], monkeypatch: pytest.MonkeyPatch
+    status: int, body: Any, kind: type[errors.EngineError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, httpx.Response(status, json=body))
     with pytest.raises(kind):
@@ -144,10 +136,13 @@ async def test_a_channel_that_is_refused_says_why(
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(httpx.ReadError("reset"), EngineUnreachable), (httpx.ReadTimeout("silent"), EngineTimeout)],
+    [
+        (httpx.ReadError("reset"), errors.EngineUnreachable),
+        (httpx.ReadTimeout("silent"), errors.EngineTimeout),
+    ],
 )
 async def test_a_broken_or_silent_channel_raises(
-    error: Exception, kind: type[EngineError], monkeypatch: pytest.MonkeyPatch
+    error: Exception, kind: type[errors.EngineError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Pieces([b'{"a": 1}\n', error])
     answer(monkeypatch, httpx.Response(200, stream=stream))

@@ -11,19 +11,11 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from flashmoa import errors
 from flashmoa._concurrency import run_cancelled
 from flashmoa.engine import EngineClient, EngineInfo, front_end
 from flashmoa.engine.front_end import FrontEnd
 from flashmoa.engine.plain import Models, PlainServer
-from flashmoa.errors import (
-    BadAnswer,
-    EngineDraining,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    PluginMissing,
-    RequestRefused,
-)
 from flashmoa.link import prompt_feed
 from flashmoa.link.link import Link
 from flashmoa.link.prompt import Prompt, Slot
@@ -49,7 +41,7 @@ class Worker(EngineClient):
     async def info(self) -> EngineInfo:
         self.asked.append(self.url)
         if "dead" in self.url:
-            raise EngineUnreachable(f"{self.url} cannot be reached")
+            raise errors.EngineUnreachable(f"{self.url} cannot be reached")
         if "silent" in self.url:
             await anyio.sleep_forever()
         names = ["render"] if "decodes" in self.url else ["render", "prompt_streams"]
@@ -68,7 +60,7 @@ class Dynamo:
         self.owner = owner
         self.places: dict[str, Any] = {}
         self.placed: list[Mapping[str, Any]] = []
-        self.fails: dict[str, EngineError] = {}
+        self.fails: dict[str, errors.EngineError] = {}
         self.asked = 0
 
     async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
@@ -128,7 +120,7 @@ async def test_a_stream_is_put_where_its_request_goes() -> None:
         assert {body["prompt"] for body in dynamo.placed} == {"The plan so far"}
         for id_ in (3, 4, 5):
             dynamo.places = {"decode_worker_id": id_}
-            with pytest.raises(EngineUnreachable, match="serve --dynamo"):
+            with pytest.raises(errors.EngineUnreachable, match="serve --dynamo"):
                 await found.place("", "m")
 
 
@@ -165,7 +157,7 @@ async def test_workers_stay_known_during_a_restart() -> None:
     dynamo = Dynamo(instance(1, "a:1001"))
     async with behind(dynamo) as found:
         first = await found.any_engine()
-        dynamo.fails = {"/v1/models": EngineUnreachable("it cannot be reached")}
+        dynamo.fails = {"/v1/models": errors.EngineUnreachable("it cannot be reached")}
         assert first is not None and await found.any_engine() is first
 
 
@@ -217,7 +209,7 @@ async def test_streams_may_be_released_while_closing() -> None:
     await found.close()
 
 
-BUSY = EngineDraining("model discovery in progress", 503, "error")
+BUSY = errors.EngineDraining("model discovery in progress", 503, "error")
 
 
 @pytest.mark.parametrize(
@@ -226,16 +218,16 @@ BUSY = EngineDraining("model discovery in progress", 503, "error")
         ("", BUSY, True),  # It lists no workers.
         ("/health", BUSY, True),
         ("/v1/models", BUSY, True),
-        ("/health", EngineTimeout("it did not answer in time"), True),
-        ("/health", PluginMissing("no such route"), False),
-        ("/health", BadAnswer("its health has no instances"), False),
-        ("/health", RequestRefused("it needs a key", 401, "unauthorized"), False),
-        ("/v1/models", PluginMissing("no such route"), False),
+        ("/health", errors.EngineTimeout("it did not answer in time"), True),
+        ("/health", errors.PluginMissing("no such route"), False),
+        ("/health", errors.BadAnswer("its health has no instances"), False),
+        ("/health", errors.RequestRefused("it needs a key", 401, "unauthorized"), False),
+        ("/v1/models", errors.PluginMissing("no such route"), False),
         ("an engine", BUSY, False),
     ],
 )
 async def test_a_front_end_that_may_start_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, path: str, error: EngineError, may_start: bool
+    monkeypatch: pytest.MonkeyPatch, path: str, error: errors.EngineError, may_start: bool
 ) -> None:
     monkeypatch.setattr(front_end, "_OTHER_SERVER_SECONDS", 60.0)
     dynamo = Dynamo(owner="sglang" if path == "an engine" else "nvidia")
@@ -405,7 +397,7 @@ async def test_links_wait_for_workers_that_all_restart() -> None:
         await client.render(MESSAGES)
         (listed,) = instances
         instances.clear()
-        with pytest.raises(EngineUnreachable, match="no worker"):
+        with pytest.raises(errors.EngineUnreachable, match="no worker"):
             await client.open_stream(text="a prompt")
         assert client.is_front_end
         instances.append(listed)
@@ -425,9 +417,9 @@ async def test_a_starting_front_end_is_not_remembered(monkeypatch: pytest.Monkey
         instances.clear()
         client.plain = PlainServer(ask, None)
         for _ in range(2):
-            with pytest.raises(EngineUnreachable, match="no worker"):
+            with pytest.raises(errors.EngineUnreachable, match="no worker"):
                 await client.render(MESSAGES)
-            with pytest.raises(EngineUnreachable, match="no worker"):
+            with pytest.raises(errors.EngineUnreachable, match="no worker"):
                 await client.open_stream(text="a prompt")
             assert await client.context_length("served") is None
             assert await client.plain.model() == "default"

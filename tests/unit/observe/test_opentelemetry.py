@@ -15,18 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from flashmoa import observe
 from flashmoa.engine import PromptUsage
-from flashmoa.observe import (
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    Event,
-    FirstToken,
-    LinkAdvanced,
-    LinkClosed,
-    LinkOpened,
-    opentelemetry,
-)
 from flashmoa.observe.opentelemetry import OpenTelemetry
 
 B = {"agent": "B", "engine": "http://b:30000"}
@@ -43,14 +33,14 @@ USAGE = PromptUsage.from_openai(
         },
     }
 )
-STARTED = CallStarted(**CALL, at=4.0, model="m", stream_id="s")
-LINKED: list[Event] = [
-    LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
-    LinkAdvanced(**B, at=2.5, stream_id="s", received_tokens=510, prefilled_tokens=500),
+STARTED = observe.CallStarted(**CALL, at=4.0, model="m", stream_id="s")
+LINKED: list[observe.Event] = [
+    observe.LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
+    observe.LinkAdvanced(**B, at=2.5, stream_id="s", received_tokens=510, prefilled_tokens=500),
     STARTED,
-    LinkClosed(**B, at=4.25, stream_id="s", reason="used"),
-    FirstToken(**CALL, at=4.5),
-    CallFinished(**CALL, at=6.0, text="It rains.", usage=USAGE, finish_reason="stop"),
+    observe.LinkClosed(**B, at=4.25, stream_id="s", reason="used"),
+    observe.FirstToken(**CALL, at=4.5),
+    observe.CallFinished(**CALL, at=6.0, text="It rains.", usage=USAGE, finish_reason="stop"),
 ]
 
 
@@ -90,7 +80,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-def report(listener: Callable[[Event], None], events: list[Event]) -> None:
+def report(listener: Callable[[observe.Event], None], events: list[observe.Event]) -> None:
     for event in events:
         listener(event)
 
@@ -145,13 +135,13 @@ def test_a_linked_call_has_four_spans(telemetry: Telemetry) -> None:
 
 def test_a_call_without_a_link_says_why(telemetry: Telemetry) -> None:
     unlinked = replace(STARTED, stream_id=None, unlinked="its agent sleeps")
-    report(telemetry.listener(), [unlinked, CallFinished(**CALL, at=6.0)])
+    report(telemetry.listener(), [unlinked, observe.CallFinished(**CALL, at=6.0)])
     chat = telemetry.spans()["chat m"]
     assert attributes(chat)["flashmoa.link.unlinked"] == "its agent sleeps"
 
 
 def test_metrics_of_finished_and_failed_calls(telemetry: Telemetry) -> None:
-    closed = LinkClosed(**B, stream_id=None, reason="too late")  # It never had a stream.
+    closed = observe.LinkClosed(**B, stream_id=None, reason="too late")  # It never had a stream.
     report(telemetry.listener(), [*LINKED, closed])
     (duration,) = telemetry.points("gen_ai.client.operation.duration")
     assert duration.sum == 2.0 and duration.attributes["gen_ai.request.model"] == "m"
@@ -175,8 +165,10 @@ def test_metrics_of_finished_and_failed_calls(telemetry: Telemetry) -> None:
 
 
 def test_failed_call_ends_spans_with_error_type(telemetry: Telemetry) -> None:
-    failed = CallFailed(**CALL, at=5.0, error="TimeoutError('x')", error_type="TimeoutError")
-    closed = LinkClosed(**B, at=4.5, stream_id="s", reason="EngineUnreachable: gone")
+    failed = observe.CallFailed(
+        **CALL, at=5.0, error="TimeoutError('x')", error_type="TimeoutError"
+    )
+    closed = observe.LinkClosed(**B, at=4.5, stream_id="s", reason="EngineUnreachable: gone")
     report(telemetry.listener(), [*LINKED[:3], closed, failed])
     for name in ("chat m", "invoke_agent B"):
         span = telemetry.spans()[name]
@@ -191,7 +183,9 @@ def test_failed_call_ends_spans_with_error_type(telemetry: Telemetry) -> None:
 
 
 def test_a_call_that_failed_before_its_request(telemetry: Telemetry) -> None:
-    report(telemetry.listener(), [CallFailed(**CALL, at=5.0, error="x", error_type="Upstream")])
+    report(
+        telemetry.listener(), [observe.CallFailed(**CALL, at=5.0, error="x", error_type="Upstream")]
+    )
     (span,) = telemetry.spans().values()
     assert span.name == "invoke_agent B" and times(span) == (5.0, 5.0)
     assert attributes(span)["error.type"] == "Upstream"
@@ -220,7 +214,7 @@ def test_an_unused_link_has_the_span_of_its_opening(telemetry: Telemetry) -> Non
     listener = telemetry.listener()
     with telemetry.tracers.get_tracer("x").start_as_current_span("run") as run:
         report(listener, LINKED[:2])
-    report(listener, [LinkClosed(**B, stream_id="s", reason="abort")])
+    report(listener, [observe.LinkClosed(**B, stream_id="s", reason="abort")])
     link = telemetry.spans()["link B"]
     assert parent(link) == run.get_span_context().span_id and link.status.is_unset
 
@@ -228,12 +222,12 @@ def test_an_unused_link_has_the_span_of_its_opening(telemetry: Telemetry) -> Non
 def test_oldest_unfinished_calls_and_links_are_dropped(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opentelemetry, "_MAX_KEPT", 2)
+    monkeypatch.setattr(observe.opentelemetry, "_MAX_KEPT", 2)
     listener = telemetry.listener()
     for number in range(5):
         agent = {"agent": f"agent-{number}", "engine": "http://b"}
-        listener(LinkOpened(**agent, upstream=(), stream_id=f"s{number}"))
-        listener(CallStarted(**agent, call_id=f"{number}", model=f"m{number}"))
+        listener(observe.LinkOpened(**agent, upstream=(), stream_id=f"s{number}"))
+        listener(observe.CallStarted(**agent, call_id=f"{number}", model=f"m{number}"))
     assert {len(kept) for kept in (listener._calls, listener._links)} == {2}
     assert {f"chat m{n}" for n in range(3)} == {n for n in telemetry.spans() if "chat" in n}
     listener.close()

@@ -9,26 +9,14 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from flashmoa.observe import (
-    CallFinished,
-    CallStarted,
-    Event,
-    FirstToken,
-    LinkAdvanced,
-    LinkClosed,
-    LinkDeclined,
-    LinkOpened,
-    LinkWaits,
-    PromptSent,
-    UpstreamFailed,
-)
+from flashmoa import observe
 from flashmoa.observe.events import FIRST, Listener, ignore
 from flashmoa.observe.report import Report
 from flashmoa.observe.timeline import lanes
 from tests.unit.observe.test_summary import call, use
 
 
-def reported(events: Iterable[Event], listener: Listener = ignore) -> Report:
+def reported(events: Iterable[observe.Event], listener: Listener = ignore) -> Report:
     report = Report(listener)
     for event in events:
         report(event)
@@ -36,7 +24,7 @@ def reported(events: Iterable[Event], listener: Listener = ignore) -> Report:
 
 
 def test_a_report_shows_calls_and_gains() -> None:
-    heard: list[Event] = []
+    heard: list[observe.Event] = []
     assert str(Report()) == "No call has finished."
     events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
     report = reported(events, heard.append)
@@ -58,9 +46,11 @@ def test_a_report_says_why_nothing_was_linked() -> None:
             report(replace(event, call_id=f"{number}"))  # type: ignore[call-arg]
     for agent in "BC":
         waits = {"upstream": "A", "reason": "it decides who speaks"}
-        report(LinkWaits(agent=agent, engine="http://e", at=1, **waits))
+        report(observe.LinkWaits(agent=agent, engine="http://e", at=1, **waits))
     for reason in ("unused", "abort", "mispredicted"):
-        report(LinkClosed(agent="B", engine="http://e", at=8, stream_id=None, reason=reason))
+        report(
+            observe.LinkClosed(agent="B", engine="http://e", at=8, stream_id=None, reason=reason)
+        )
     shown = str(report)
     assert "0 of 7 calls linked\n" in shown
     assert "link: first: it began the run; none: not linked, see below\n" in shown
@@ -74,9 +64,9 @@ def test_failures_are_shown_apart() -> None:
     who = {"agent": "B", "engine": "http://e"}
     events = [
         *call("A", 0, 1, 2),
-        LinkDeclined(**who, at=3, reason="no room"),
-        LinkClosed(**who, at=4, stream_id=None, reason="OSError: no"),
-        UpstreamFailed(**who, at=5, upstream="A", failure="stall", action="abort"),
+        observe.LinkDeclined(**who, at=3, reason="no room"),
+        observe.LinkClosed(**who, at=4, stream_id=None, reason="OSError: no"),
+        observe.UpstreamFailed(**who, at=5, upstream="A", failure="stall", action="abort"),
     ]
     ordinary, _, failed = str(reported(events)).partition("\nWhat failed\n")
     assert ordinary.endswith("Not prefilled ahead, and why\n  B: no room\n")
@@ -89,8 +79,8 @@ def test_failures_are_shown_apart() -> None:
 def test_links_that_have_not_ended_are_counted_as_open() -> None:
     report = reported(call("A", 0, 2, 8))
     for stream in "st":
-        report(LinkOpened(agent="B", engine="http://e", upstream=("A",), stream_id=stream))
-    report(LinkClosed(agent="B", engine="http://e", stream_id="s", reason="used"))
+        report(observe.LinkOpened(agent="B", engine="http://e", upstream=("A",), stream_id=stream))
+    report(observe.LinkClosed(agent="B", engine="http://e", stream_id="s", reason="used"))
     assert report.links == {"used": 1, "still open": 1}
     assert "links, by why they ended: 1 used, 1 still open" in str(report)
 
@@ -98,12 +88,12 @@ def test_links_that_have_not_ended_are_counted_as_open() -> None:
 def test_a_report_holds_the_last_events_without_texts() -> None:
     report = Report()
     who = {"agent": "A", "engine": "http://e", "call_id": "a"}
-    report(PromptSent(**who, messages=[{"role": "user", "content": "secret"}]))
+    report(observe.PromptSent(**who, messages=[{"role": "user", "content": "secret"}]))
     for _ in range(5000):
-        report(FirstToken(**who))
-    report(CallFinished(**who, text="secret"))
+        report(observe.FirstToken(**who))
+    report(observe.CallFinished(**who, text="secret"))
     assert len(report.events) < 5000 and "secret" not in repr(report.events)
-    assert not any(isinstance(event, PromptSent) for event in report.events)
+    assert not any(isinstance(event, observe.PromptSent) for event in report.events)
 
 
 def test_a_live_timeline_has_what_has_not_ended() -> None:
@@ -112,11 +102,11 @@ def test_a_live_timeline_has_what_has_not_ended() -> None:
     console = Console(file=out, force_terminal=True, width=60)
     with report.live(console):
         who = {"agent": "A", "engine": "http://e", "call_id": "a"}
-        report(CallStarted(**who, at=began - 4))
-        report(FirstToken(**who, at=began - 2))
+        report(observe.CallStarted(**who, at=began - 4))
+        report(observe.FirstToken(**who, at=began - 2))
         link = {"agent": "B", "engine": "http://e", "stream_id": "s"}
-        report(LinkOpened(**link, upstream=("A",), at=began - 3))
-        report(LinkAdvanced(**link, received_tokens=9, prefilled_tokens=9, at=began - 1))
+        report(observe.LinkOpened(**link, upstream=("A",), at=began - 3))
+        report(observe.LinkAdvanced(**link, received_tokens=9, prefilled_tokens=9, at=began - 1))
     shown = [line for line in out.getvalue().splitlines() if "|" in line][-2:]
     assert "A |" in shown[0] and "·" in shown[0] and "█" in shown[0]
     assert "B |" in shown[1] and "░" in shown[1] and "█" not in shown[1]

@@ -10,21 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa import observe
 from flashmoa.engine import PromptUsage, Span, StreamFigures, StreamUse
-from flashmoa.observe import (
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    Event,
-    FirstToken,
-    LinkAdvanced,
-    LinkClosed,
-    LinkDeclined,
-    LinkOpened,
-    LinkWaits,
-    StreamFound,
-    UpstreamFailed,
-)
 from flashmoa.observe.calls import calls, handoffs
 from flashmoa.observe.events import FIRST, LATE, WHOLE
 from flashmoa.observe.summary import (
@@ -58,14 +45,14 @@ def call(
     *,
     usage: PromptUsage | None = None,
     **started: Any,
-) -> list[Event]:
+) -> list[observe.Event]:
     """Return the events of a call, given more fields of its start."""
     who: dict[str, Any] = {**E, "agent": agent, "call_id": agent}
     stream = use.id if use is not None else None
     return [
-        CallStarted(**who, at=at, **{"stream_id": stream, **started}),
-        FirstToken(**who, at=token),
-        CallFinished(**who, at=end, usage=usage or used(use)),
+        observe.CallStarted(**who, at=at, **{"stream_id": stream, **started}),
+        observe.FirstToken(**who, at=token),
+        observe.CallFinished(**who, at=end, usage=usage or used(use)),
     ]
 
 
@@ -126,12 +113,14 @@ def test_figures_of_a_front_end_come_after_answers() -> None:
     figures = StreamFigures(
         cached_tokens=90, streamed_tokens=70, late_tokens=10, prompt_stream=use((0, 4))
     )
-    (found,) = calls([*events, StreamFound(**who, stream_id="http://w s", figures=figures)])
+    (found,) = calls([*events, observe.StreamFound(**who, stream_id="http://w s", figures=figures)])
     assert overlaps([found]) == {"B": Overlap(4.0, 0.5, 70, 10)}
     assert row(found, None)[1:6] == ["100", "90", "70", "10", "9"]
-    (found,) = calls([*events, StreamFound(**who, stream_id="http://w s", figures=None)])
+    (found,) = calls([*events, observe.StreamFound(**who, stream_id="http://w s", figures=None)])
     assert (row(found, None)[2], row(found, None)[-1]) == ("64", "elsewhere")
-    (found,) = calls([*events, LinkClosed(**who, stream_id="http://w s", reason="unfinished")])
+    (found,) = calls(
+        [*events, observe.LinkClosed(**who, stream_id="http://w s", reason="unfinished")]
+    )
     assert row(found, None)[-1] == "unfinished"
     (found,) = calls(events)
     assert row(found, None)[-1] == "not told"
@@ -142,8 +131,8 @@ def test_summary_has_the_figures_of_a_run() -> None:
     events = [
         *call("A", 0, 2, 8),
         *call("B", 8, 8.5, 10, use((0, 4))),
-        CallStarted(**failed, at=10),
-        CallFailed(**failed, at=11, error="no"),
+        observe.CallStarted(**failed, at=10),
+        observe.CallFailed(**failed, at=11, error="no"),
     ]
     whole = summary(calls(events))
     assert (whole.end_to_end, whole.failed, whole.first_token) == (11, 1, 1.25)
@@ -159,7 +148,7 @@ def test_summary_has_the_figures_of_a_run() -> None:
 def test_a_hit_counts_whose_answer_came_as_a_whole() -> None:
     """It has no first token: agents with tools may not ask for a stream."""
     events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
-    whole = summary(calls(event for event in events if not isinstance(event, FirstToken)))
+    whole = summary(calls(event for event in events if not isinstance(event, observe.FirstToken)))
     assert (whole.linked, whole.overlap) == (1, Overlap(4.0, None, 70, 10))
     assert str(whole).endswith("70 were prefilled ahead and 10 were left to compute")
     more = summary(calls([*events, *whole_answer("C")]))
@@ -220,7 +209,8 @@ def test_an_unlinked_call_has_a_word_and_a_reason(
 def test_a_reason_without_a_link_is_told_once() -> None:
     """The planner declines it once; each of its calls says why it has no link."""
     declined = [
-        LinkDeclined(agent=agent, engine="", at=0, reason="its agent sleeps") for agent in "AB"
+        observe.LinkDeclined(agent=agent, engine="", at=0, reason="its agent sleeps")
+        for agent in "AB"
     ]
     events = call("A", 1, 2, 3, unlinked="its agent sleeps")
     found = [(note.agent, note.kind) for note in notes([*declined, *events])]
@@ -239,11 +229,11 @@ def test_every_status_of_an_engine_has_a_meaning() -> None:
 @given(st.lists(st.sampled_from(["used", "unused", "OSError: no", ""]), max_size=8))
 def test_each_link_is_counted_by_its_end(ends: list[str]) -> None:
     who = {"agent": "B", "engine": "http://e"}
-    events: list[Event] = [LinkClosed(**who, stream_id=None, reason="too late")]
+    events: list[observe.Event] = [observe.LinkClosed(**who, stream_id=None, reason="too late")]
     for number, reason in enumerate(ends):
-        events.append(LinkOpened(**who, upstream=("A",), stream_id=f"{number}"))
+        events.append(observe.LinkOpened(**who, upstream=("A",), stream_id=f"{number}"))
         if reason:
-            events.append(LinkClosed(**who, stream_id=f"{number}", reason=reason))
+            events.append(observe.LinkClosed(**who, stream_id=f"{number}", reason=reason))
     counted = count_links(events)
     expected = Counter(reason or "still open" for reason in [*ends, "too late"])
     assert counted == expected
@@ -253,7 +243,9 @@ def test_each_link_is_counted_by_its_end(ends: list[str]) -> None:
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
     """A plain engine has none, and neither has an answer without usage. The links were used."""
-    opened = LinkOpened(**E, agent="P", upstream=("A",), stream_id="p", plain=is_plain, at=0)
+    opened = observe.LinkOpened(
+        **E, agent="P", upstream=("A",), stream_id="p", plain=is_plain, at=0
+    )
     usage = PromptUsage(prompt_tokens=9, completion_tokens=1)
     plain = [opened, *call("P", 1, 2, 3, usage=usage, stream_id="p")]
     whole = summary(calls(plain))
@@ -264,16 +256,16 @@ def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
     assert "Of the others' prompt tokens, 70 were prefilled ahead" in str(mixed)
 
 
-def whole_answer(agent: str) -> list[Event]:
+def whole_answer(agent: str) -> list[observe.Event]:
     made = call(agent, 10, 11, 12, use((5, 6)))
-    return [event for event in made if not isinstance(event, FirstToken)]
+    return [event for event in made if not isinstance(event, observe.FirstToken)]
 
 
-def written(name: str, at: float, end: float) -> list[Event]:
+def written(name: str, at: float, end: float) -> list[observe.Event]:
     """Return a call of agent A with an id of its own; its first text comes half a second later."""
     who = {"agent": "A", "engine": "http://e", "call_id": name}
-    token = FirstToken(**who, at=at + 0.5)
-    return [CallStarted(**who, at=at), token, CallFinished(**who, at=end)]
+    token = observe.FirstToken(**who, at=at + 0.5)
+    return [observe.CallStarted(**who, at=at), token, observe.CallFinished(**who, at=end)]
 
 
 @pytest.mark.parametrize(
@@ -292,26 +284,28 @@ def written(name: str, at: float, end: float) -> list[Event]:
     ],
 )
 def test_handoffs_follow_the_prompts_order(
-    opened: float, upstream: tuple[str, ...], events: list[Event], expected: str
+    opened: float, upstream: tuple[str, ...], events: list[observe.Event], expected: str
 ) -> None:
-    link = LinkOpened(agent="M", engine="http://e", at=opened, upstream=upstream, stream_id="s")
+    link = observe.LinkOpened(
+        agent="M", engine="http://e", at=opened, upstream=upstream, stream_id="s"
+    )
     found = handoffs([link, *events, *call("M", 7, 8, 9, use((1, 2)))])["M"]
     assert ", ".join(f"{one.writer} {one.start:g} {one.end:g}" for one in found) == expected
 
 
 def test_notes_name_failures_and_declined_links() -> None:
     who = {"agent": "B", "engine": "http://e"}
-    events: list[Event] = [
-        LinkClosed(**who, at=9, stream_id="s", reason="used"),
-        LinkClosed(**who, at=8, stream_id="s", reason="mispredicted"),
-        LinkClosed(**who, at=7, stream_id="s", reason="unused"),
-        UpstreamFailed(**who, at=6, upstream="A", failure="stall", action="finalize"),
-        LinkWaits(**who, at=5, upstream="A", reason="it calls tools"),
-        LinkDeclined(**who, at=4, reason="no room"),
-        CallStarted(**who, at=3, call_id="1", late=True),
+    events: list[observe.Event] = [
+        observe.LinkClosed(**who, at=9, stream_id="s", reason="used"),
+        observe.LinkClosed(**who, at=8, stream_id="s", reason="mispredicted"),
+        observe.LinkClosed(**who, at=7, stream_id="s", reason="unused"),
+        observe.UpstreamFailed(**who, at=6, upstream="A", failure="stall", action="finalize"),
+        observe.LinkWaits(**who, at=5, upstream="A", reason="it calls tools"),
+        observe.LinkDeclined(**who, at=4, reason="no room"),
+        observe.CallStarted(**who, at=3, call_id="1", late=True),
         *call("C", 10, 11, 12, use((1, 2), status="mispredicted")),
     ]
-    events.append(LinkClosed(**who, at=20, stream_id="s", reason="OSError: no"))
+    events.append(observe.LinkClosed(**who, at=20, stream_id="s", reason="OSError: no"))
     found = [(note.agent, note.kind) for note in notes(events)]
     assert found.pop() == ("B", "link failed")
     assert found == [
@@ -330,15 +324,17 @@ def test_notes_name_failures_and_declined_links() -> None:
 def test_a_row_has_the_tokens_of_a_plain_link(plain: bool) -> None:
     who = {"agent": "B", "engine": "http://e"}
     usage = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=88)
-    events: list[Event] = [
-        LinkOpened(**who, at=0, upstream=("A",), stream_id="s", plain=plain),
+    events: list[observe.Event] = [
+        observe.LinkOpened(**who, at=0, upstream=("A",), stream_id="s", plain=plain),
         *(
-            LinkAdvanced(**who, at=at, stream_id="s", received_tokens=at, prefilled_tokens=at)
+            observe.LinkAdvanced(
+                **who, at=at, stream_id="s", received_tokens=at, prefilled_tokens=at
+            )
             for at in (50, 80)
         ),
-        CallStarted(**who, at=90, call_id="B", stream_id="s"),
-        FirstToken(**who, at=91, call_id="B"),
-        CallFinished(**who, at=92, call_id="B", usage=usage),
+        observe.CallStarted(**who, at=90, call_id="B", stream_id="s"),
+        observe.FirstToken(**who, at=91, call_id="B"),
+        observe.CallFinished(**who, at=92, call_id="B", usage=usage),
     ]
     (found,) = calls(events)
     streamed, status = ("80", "plain") if plain else ("", "not told")

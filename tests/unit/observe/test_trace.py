@@ -13,22 +13,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from flashmoa import observe
 from flashmoa.cli import trace as command
 from flashmoa.cli.trace import show
 from flashmoa.engine import PromptUsage, Span, StreamUse
-from flashmoa.observe import (
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    Event,
-    FirstToken,
-    LinkAdvanced,
-    LinkClosed,
-    LinkDeclined,
-    LinkOpened,
-    PromptSent,
-    UpstreamFailed,
-)
 from flashmoa.observe.calls import CallReporter, calls
 from flashmoa.observe.events import ignore
 from flashmoa.observe.timeline import LEGEND, draw, lanes
@@ -38,13 +26,13 @@ A = {"agent": "A", "engine": "http://a", "call_id": "a"}
 B = {"agent": "B", "engine": "http://b"}
 USE = StreamUse(id="s", status="hit", prefills=[Span(start=1.0, end=6.0, tokens=500)])
 USAGE = PromptUsage(prompt_tokens=510, completion_tokens=3, prompt_stream=USE)
-EVENTS: list[Event] = [
-    CallStarted(**A, at=0.0),
-    FirstToken(**A, at=2.0),
-    CallFinished(**A, at=8.0, text="x"),
-    CallStarted(**B, call_id="b", at=8.0),
-    FirstToken(**B, call_id="b", at=8.5),
-    CallFinished(**B, call_id="b", at=10.0, text="y", usage=USAGE),
+EVENTS: list[observe.Event] = [
+    observe.CallStarted(**A, at=0.0),
+    observe.FirstToken(**A, at=2.0),
+    observe.CallFinished(**A, at=8.0, text="x"),
+    observe.CallStarted(**B, call_id="b", at=8.0),
+    observe.FirstToken(**B, call_id="b", at=8.5),
+    observe.CallFinished(**B, call_id="b", at=10.0, text="y", usage=USAGE),
 ]
 
 
@@ -89,16 +77,16 @@ def test_unfinished_call_has_no_bar() -> None:
     assert draw(lanes(EVENTS[:1])) == "(nothing happened)"
 
 
-LINK: list[Event] = [
-    LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
-    LinkAdvanced(**B, at=3.0, stream_id="s", received_tokens=400, prefilled_tokens=300),
-    UpstreamFailed(**B, at=4.0, upstream="A", failure="stall", action="finalize"),
-    LinkClosed(**B, at=8.0, stream_id="s", reason="used"),
+LINK: list[observe.Event] = [
+    observe.LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
+    observe.LinkAdvanced(**B, at=3.0, stream_id="s", received_tokens=400, prefilled_tokens=300),
+    observe.UpstreamFailed(**B, at=4.0, upstream="A", failure="stall", action="finalize"),
+    observe.LinkClosed(**B, at=8.0, stream_id="s", reason="used"),
 ]
 RUN = sorted([*EVENTS, *LINK], key=lambda event: event.at)
 
 
-def write(path: Path, events: Iterable[Event], *, prompts: bool = False) -> Path:
+def write(path: Path, events: Iterable[observe.Event], *, prompts: bool = False) -> Path:
     trace = Trace(path, prompts=prompts)
     for event in events:
         trace(event)
@@ -120,8 +108,8 @@ def test_reading_returns_what_was_written(file: Path) -> None:
     assert read(file) == RUN[:-1]
 
 
-PROMPTS: list[Event] = [
-    PromptSent(
+PROMPTS: list[observe.Event] = [
+    observe.PromptSent(
         agent="A",
         engine="http://a",
         at=1.0,
@@ -131,7 +119,7 @@ PROMPTS: list[Event] = [
         settings={"enable_thinking": False, "cache_salt": "s"},
     )
     for call in EVENTS
-    if isinstance(call, CallStarted) and call.agent == "A"
+    if isinstance(call, observe.CallStarted) and call.agent == "A"
 ]
 
 
@@ -183,13 +171,15 @@ def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_prompt_has_its_fields_and_visible_tools() -> None:
-    events: list[Event] = []
+    events: list[observe.Event] = []
     reporter = CallReporter(events.append, agent="A", engine="http://a", model="m")
     body = {"messages": [], "tools": [{"function": {"name": "walk"}}], "temperature": 0}
     template = {"chat_template_kwargs": {"enable_thinking": False}}
     reporter.prompt_sent({**body, **template, "cache_salt": "s", "reasoning_effort": "low"})
     reporter.prompt_sent({**body, "tool_choice": "none"})
-    sent = [(event.tools, event.settings) for event in events if isinstance(event, PromptSent)]
+    sent = [
+        (event.tools, event.settings) for event in events if isinstance(event, observe.PromptSent)
+    ]
     settings = {"enable_thinking": False, "reasoning_effort": "low", "cache_salt": "s"}
     assert sent == [(body["tools"], settings), ([], {"tool_choice": "none"})]
 
@@ -270,12 +260,14 @@ def test_command_shows_timeline_calls_and_links(file: Path, capsys: Any) -> None
 
 
 @pytest.mark.parametrize("run", [RUN, []])
-def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Event]) -> None:
+def test_command_says_why_calls_failed(
+    tmp_path: Path, capsys: Any, run: list[observe.Event]
+) -> None:
     """Also if no call has finished, and apart from many notes of other kinds."""
-    declined = [LinkDeclined(**B, at=11.0 + n, reason=f"no room {n}") for n in range(12)]
+    declined = [observe.LinkDeclined(**B, at=11.0 + n, reason=f"no room {n}") for n in range(12)]
     who = {**B, "call_id": "last"}
-    failed = CallFailed(**who, at=25.0, error="EngineUnreachable('http://b [refused]')")
-    events = [*run, *declined, CallStarted(**who, at=24.0), failed]
+    failed = observe.CallFailed(**who, at=25.0, error="EngineUnreachable('http://b [refused]')")
+    events = [*run, *declined, observe.CallStarted(**who, at=24.0), failed]
     file = write(tmp_path / "run.jsonl", events)
     assert command.main([str(file)]) == 0
     shown = capsys.readouterr().out

@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from flashmoa.router.cache_tables import (
-    BlockTable,
-    PrefillLoad,
-    text_blocks,
-    token_blocks,
-)
+from flashmoa.router import cache_tables
 from flashmoa.router.flops import Measure, UnknownShape, true_flops
 from tests.unit.router.support import (
     MEASURES,
@@ -37,10 +32,10 @@ def test_hashes_are_equal_in_the_shared_prefix(one: list[int], other: list[int])
 
 def test_salted_and_text_prompts_share_no_hashes() -> None:
     tokens = list(range(8))
-    assert not set(token_blocks(tokens, SIZE, "a").hashes) & set(blocks(tokens).hashes)
-    text = text_blocks("x" * 130)
+    assert not set(cache_tables.token_blocks(tokens, SIZE, "a").hashes) & set(blocks(tokens).hashes)
+    text = cache_tables.text_blocks("x" * 130)
     assert (len(text.hashes), text.length) == (2, 33)
-    assert text_blocks("x" * 130 + "\ud800").hashes == text.hashes
+    assert cache_tables.text_blocks("x" * 130 + "\ud800").hashes == text.hashes
 
 
 class Tables(RuleBasedStateMachine):
@@ -48,7 +43,7 @@ class Tables(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = BlockTable()
+        self.table = cache_tables.BlockTable()
         self.committed: set[tuple[int, ...]] = set()
         self.promised: list[list[int]] = []
 
@@ -105,7 +100,7 @@ TestTables.settings = STEPS
 
 @given(prompts=st.lists(PROMPTS, max_size=12), capacity=st.integers(0, 6))
 def test_a_bounded_table_forgets_ends_first(prompts: list[list[int]], capacity: int) -> None:
-    table = BlockTable(capacity)
+    table = cache_tables.BlockTable(capacity)
     for prompt in prompts:
         table.commit(blocks(prompt).hashes)
         assert len(table) <= capacity
@@ -118,7 +113,7 @@ class Loads(RuleBasedStateMachine):
     @initialize(measure=MEASURES)
     def begin(self, measure: Measure) -> None:
         self.measure = measure
-        self.load = PrefillLoad(measure)
+        self.load = cache_tables.PrefillLoad(measure)
         self.left: list[tuple[str, int]] = []
         self.names = 0
 

@@ -16,7 +16,7 @@ from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.forwarding import EngineLost
 from flashmoa.router.policy import PrefixAware
-from tests.unit.router.support import KEY, FakeConnections, FakeEngine, routing
+from tests.unit.router.support import FakeConnections, FakeEngine, routing
 
 pytestmark = pytest.mark.anyio
 SHAPE = {
@@ -56,24 +56,23 @@ class Rig:
         self.dispatcher = Dispatcher(self.policy)
         options = RouterOptions([f"http://{host}" for host in settings])
         self.pool = EnginePool(FakeConnections(self._answer), self.dispatcher, options)
-        self.engines = {host: self.pool.engines[f"http://{host}"] for host in settings}
 
     def _answer(self, host: str, path: str) -> object:
         if host not in self.settings:
             raise EngineLost("refused", reached=False)
         self.probes += path == "/health/ready"
-        if path in self.failures:
-            if isinstance(failure := self.failures[path], EngineLost):
-                raise failure
-            return failure
-        return {"/server_info": self.settings[host], "/flashmoa/info": self.plugin}.get(path, {})
+        if isinstance(failure := self.failures.get(path, {}), EngineLost):
+            raise failure
+        usual = {"/server_info": self.settings[host], "/flashmoa/info": self.plugin}
+        return failure if path in self.failures else usual.get(path, {})
 
     def units(self) -> list[str]:
         return [traits.measure.unit for traits in self.policy.joined.values()]
 
     async def probe(self, host: str = "one") -> RoutedEngine:
-        await self.pool.probe(self.engines[host])
-        return self.engines[host]
+        engine = self.pool.engines[f"http://{host}"]
+        await self.pool.probe(engine)
+        return engine
 
 
 def config_at(folder: Path, config: object) -> dict[str, Any]:
@@ -124,9 +123,7 @@ async def test_engine_that_never_answers_is_logged_once(caplog: pytest.LogCaptur
     async with rig.pool.running():
         for _ in range(3):
             await rig.probe()
-    assert [record.getMessage() for record in caplog.records] == [
-        "http://one is not ready; it gets no requests until it is"
-    ]
+    assert caplog.messages == ["http://one is not ready; it gets no requests until it is"]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +141,7 @@ async def test_draining_and_failing_engines_leave(
     answer: object, stays: bool, stays_after_a_failure: bool
 ) -> None:
     rig = Rig(one={})
-    for check, expected in (
-        (rig.pool.probe, stays),
-        (rig.pool.recheck, stays_after_a_failure),
-    ):
+    for check, expected in (rig.pool.probe, stays), (rig.pool.recheck, stays_after_a_failure):
         rig.failures.clear()
         engine = await rig.probe()
         rig.failures["/health/ready"] = answer
@@ -168,12 +162,9 @@ async def test_failures_together_cause_two_probes(answer: object, most: int) -> 
 
 @pytest.mark.parametrize(
     ("info", "saturation", "blocks"),
-    [
-        (RANKS, 240, 200),
-        ({"dp_size": 1, "chunked_prefill_size": -1}, 9830, 1 << 16),
-        ({}, 9830, 1 << 16),
-    ],
-)
+    [(RANKS, 240, 200), ({"dp_size": 1, "chunked_prefill_size": -1}, 9830, 1 << 16),
+     ({}, 9830, 1 << 16)],
+)  # fmt: skip
 @pytest.mark.parametrize("told", [None, 50])
 async def test_settings_of_a_rank_are_multiplied_by_ranks(
     info: dict[str, int], saturation: int, blocks: int, told: int | None
@@ -208,21 +199,17 @@ async def test_unusable_events_are_logged(
 async def test_a_stream_and_prompts_like_it_go_to_one_engine() -> None:
     engines = [FakeEngine("s"), FakeEngine("s")]
     async with routing(*engines) as router:
-        for path, body in (
-            ("/generate", {"text": "a" * 400}),
-            ("/prompt_streams", {"text": "b" * 400}),
-            ("/prompt_streams/s/append", {"text": "more"}),
-            # From now on the other engine has less in its cache, and gets new prompts.
-            ("/generate", {"text": "b" * 4000}),
-            ("/generate", {"text": "c" * 400, "prompt_stream_id": "s"}),
-            ("/generate", {"text": "c" * 500}),
-        ):
-            content = json.dumps(body).encode()
-            assert (await router("POST", path, content, KEY))[0] == 200
+        await router.post("/generate", text="a" * 400)
+        await router.post("/prompt_streams", text="b" * 400)
+        await router.post("/prompt_streams/s/append", text="more")
+        # From now on the other engine has less in its cache, and gets new prompts.
+        await router.post("/generate", text="b" * 4000)
+        await router.post("/generate", text="c" * 400, prompt_stream_id="s")
+        await router.post("/generate", text="c" * 500)
     assert sorted(len(engine.requests) for engine in engines) == [1, 5]
 
 
 async def test_engines_take_requests_at_any_saturation() -> None:
     async with routing(FakeEngine(), saturation_margin=1e-9) as router:
         with anyio.fail_after(30):
-            assert (await router("POST", "/generate", b'{"text": "x"}', KEY))[0] == 200
+            await router.post("/generate", text="x")

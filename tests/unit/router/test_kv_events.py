@@ -18,17 +18,12 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.router import kv_events
 from flashmoa.router.application import application
 from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS
-from flashmoa.router.kv_events import (
-    KvEventReader,
-    PageMirror,
-    follow_events,
-    parse_event_source,
-)
 from flashmoa.router.policy import PrefixAware
 from tests.integration.router.serving import serve
 from tests.unit.router.support import PROMPTS, SIZE, FakeEngine, blocks, running
@@ -62,7 +57,7 @@ def test_reported_pages_become_hashes_of_prompts(
 ) -> None:
     """Compare with an engine whose cache is a set of page prefixes, evicted from their ends."""
     dice = random.Random(seed)
-    mirror = PageMirror(SIZE)
+    mirror = kv_events.PageMirror(SIZE)
     held: Counter[int] = Counter()
     cache: set[tuple[int, ...]] = set()
     for prompt in prompts:
@@ -86,7 +81,7 @@ def test_reported_pages_become_hashes_of_prompts(
 
 
 def test_pages_after_a_lost_event_are_ignored() -> None:
-    mirror = PageMirror(SIZE)
+    mirror = kv_events.PageMirror(SIZE)
     assert mirror.add([5], 4, [1, 2, 3, 4], 4) == []
     assert mirror.add([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
         blocks([1, 2, 3, 4, 5, 6, 7, 8]).hashes
@@ -146,7 +141,7 @@ PAIRS = [*STORED[:3], list(pairwise(UNITS)), *STORED[4:]]
 def test_events_change_a_table_and_gaps_empty_it(
     rows: list[tuple[int, bytes, Blocks, int]], policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:
-    reader = KvEventReader(dispatcher, "a")
+    reader = kv_events.KvEventReader(dispatcher, "a")
     for sequence, message, prompt, matched in rows:
         reader.receive(sequence, message)
         assert policy.matched_tokens("a", prompt) == matched, sequence
@@ -163,7 +158,7 @@ def test_events_change_a_table_and_gaps_empty_it(
     ],
 )
 def test_event_source_of_server_info(url: str, info: dict[str, Any], expected: str | None) -> None:
-    assert parse_event_source(f"http://{url}:30000", info) == expected
+    assert kv_events.parse_event_source(f"http://{url}:30000", info) == expected
 
 
 class Publisher:
@@ -199,7 +194,7 @@ async def test_blocks_are_forgotten_when_following_ends(
     policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:
     async with publishing() as (publisher, source), anyio.create_task_group() as group:
-        group.start_soon(follow_events, dispatcher, "a", source, anyio.CancelScope())
+        group.start_soon(kv_events.follow_events, dispatcher, "a", source, anyio.CancelScope())
         table = policy.engines["a"].blocks
         with anyio.fail_after(20):
             while len(table) != 2:  # A subscription takes a moment.
@@ -216,7 +211,7 @@ def test_a_message_causes_one_round_of_routing(
     rounds: list[None] = []
     monkeypatch.setattr(dispatcher, "reconsider", lambda: rounds.append(None))
     events = [stored(first, 1) for first in (1, 2, 3)]
-    KvEventReader(dispatcher, "a").receive(0, batch(*events))
+    kv_events.KvEventReader(dispatcher, "a").receive(0, batch(*events))
     assert len(rounds) == 1
 
 

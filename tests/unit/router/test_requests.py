@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -38,30 +39,24 @@ async def streams_on_two_engines() -> AsyncGenerator[tuple[RouterClient, list[Fa
     engines = [FakeEngine("a"), FakeEngine("b")]
     async with routing(*engines, policy=InTurn()) as client:
         for _ in engines:
-            assert (await client("POST", STREAMS, b'{"text": "x"}', KEY))[0] == 200
+            await client.post(STREAMS, text="x")
         yield client, engines
     assert engines[0].requests == [f"POST {STREAMS}"]
     assert engines[1].requests.pop(0) == f"POST {STREAMS}"
 
 
-async def test_requests_about_a_stream_go_to_its_engine() -> None:
+async def test_requests_go_to_the_engine_of_their_stream() -> None:
+    by_header = {**KEY, "X-Request-Id-FlashMoA-Stream": "b"}
     async with streams_on_two_engines() as (client, engines):
         for method, rest in (("POST", "/keep_alive"), ("POST", "/append"), ("GET", "")):
             assert (await client(method, f"{STREAMS}/b{rest}", headers=KEY))[0] == 200
-        status, content = await client("POST", f"{STREAMS}/c/keep_alive", headers=KEY)
-        assert status == 404 and json.loads(content)["error"]["code"] == "unknown_stream"
-    posts = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
-    assert engines[1].requests == [*posts, f"GET {STREAMS}/b"]
-
-
-@pytest.mark.parametrize("is_in_body", [True, False], ids=["body", "header"])
-async def test_a_request_goes_to_its_streams_engine(is_in_body: bool) -> None:
-    body = b'{"text": "x", "prompt_stream_id": "b"}' if is_in_body else b'{"text": "x"}'
-    headers = KEY if is_in_body else {**KEY, "X-Request-Id-FlashMoA-Stream": "b"}
-    async with streams_on_two_engines() as (client, engines):
+        status, error = await client.refused("POST", f"{STREAMS}/c/keep_alive", b"", KEY)
+        assert status == 404 and error["code"] == "unknown_stream"
         for _ in range(2):
-            assert (await client("POST", GENERATE, body, headers))[0] == 200
-    assert engines[1].requests == [f"POST {GENERATE}"] * 2
+            await client.post(GENERATE, text="x", prompt_stream_id="b")
+            await client.post(GENERATE, by_header, text="x")
+    about = [f"POST {STREAMS}/b/keep_alive", f"POST {STREAMS}/b/append", f"GET {STREAMS}/b"]
+    assert engines[1].requests == [*about, *[f"POST {GENERATE}"] * 4]
 
 
 @pytest.mark.parametrize("path", [STREAMS, "/prefill_only"])
@@ -70,14 +65,10 @@ async def test_a_draining_engines_refusals_go_elsewhere(path: str) -> None:
     engines = [FakeEngine("a"), FakeEngine("b")]
     async with routing(*engines, policy=InTurn()) as client:
         engines[0].refuses = DRAINING
-        for _ in range(3):
-            assert (await client("POST", path, b'{"text": "x"}', KEY))[0] == 200
-        for _ in range(2):
-            assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
-        assert engines[0].requests == []
+        for target in (path, path, path, GENERATE, GENERATE):
+            await client.post(target, text="x")
         # The streams of the draining engine are closed, and their requests are served elsewhere.
-        with_stream = b'{"text": "x", "prompt_stream_id": "a"}'
-        assert (await client("POST", GENERATE, with_stream, KEY))[0] == 200
+        await client.post(GENERATE, text="x", prompt_stream_id="a")
         assert engines[0].requests == []
 
 
@@ -102,12 +93,8 @@ async def test_requests_leave_a_vanished_engine(monkeypatch: pytest.MonkeyPatch)
     policy = InTurn()
     async with routing(*engines, policy=policy) as client, anyio.create_task_group() as group:
         gone.append(next(iter(policy.engines)))
-
-        async def ask() -> None:
-            assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
-
         for _ in range(10):
-            group.start_soon(ask)
+            group.start_soon(partial(client.post, GENERATE, text="x"))
     assert probes == 1 and sorted(len(engine.requests) for engine in engines) == [0, 10]
 
 
@@ -116,9 +103,9 @@ async def test_other_refusals_are_passed_on() -> None:
     engine = FakeEngine("a")
     engine.refuses = {("POST", STREAMS)}
     async with routing(engine) as client:
-        status, content = await client("POST", STREAMS, b'{"text": "x"}', KEY)
-        assert status == 503 and json.loads(content)["error"]["code"] == "draining"
-        assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
+        status, error = await client.refused("POST", STREAMS, {"text": "x"}, KEY)
+        assert status == 503 and error["code"] == "draining"
+        await client.post(GENERATE, text="x")
 
 
 async def test_no_stream_follows_a_call_through_a_router() -> None:
@@ -138,11 +125,11 @@ ROUTES = [
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
 async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> None:
-    engine, body = FakeEngine("a"), b'{"text": "x", "prompt_stream_id": "a"}'
+    engine, body = FakeEngine("a"), {"text": "x", "prompt_stream_id": "a"}
     async with routing(engine) as client:
         # Now the router knows the stream and the prompt.
         for path in (STREAMS, GENERATE):
-            assert (await client("POST", path, body, KEY))[0] == 200
+            await client.post(path, **body)
         known = list(engine.requests)
         for method, path in ROUTES:
             assert (await client(method, path, body, headers))[0] == 401, path
@@ -155,13 +142,13 @@ async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> N
 async def test_the_shell_router_refuses_a_wrong_api_key() -> None:
     engine, parts = FakeEngine("a"), [{"type": "agent", "agent": "absent"}]
     messages = [{"role": "user", "content": parts}]
+    # It does not wait for an agent first.
     async with pair(engine, 60) as client:
-        for method, path in [*ROUTES, ("GET", "/anything")]:
-            assert (await client(method, path))[0] == 401, path
-        # It does not wait for an agent first.
         with anyio.fail_after(10):
+            for method, path in [*ROUTES, ("GET", "/anything")]:
+                assert (await client(method, path))[0] == 401, path
             for body in ({"messages": messages}, {"agent": "a", "messages": []}):
-                assert (await client("POST", CHAT, json.dumps(body).encode()))[0] == 401
+                assert (await client("POST", CHAT, body))[0] == 401
         assert engine.requests == []
 
 
@@ -169,7 +156,7 @@ async def test_router_without_engines_answers_503() -> None:
     async with running(application(RouterOptions(["http://127.0.0.1:9"]))) as client:
         for path in (GENERATE, "/render", STREAMS, "/flashmoa/info", "/health"):
             method = "GET" if path in ("/flashmoa/info", "/health") else "POST"
-            status, content = await client(method, path, b'{"text": "x"}')
+            status, content = await client(method, path, {"text": "x"})
             assert status == 503 and (path == "/health" or b"no engine answers" in content)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.retention import kept_by
@@ -20,14 +18,10 @@ async def test_a_router_keeps_nothing_of_requests() -> None:
         async def ask(number: int) -> None:
             # Prompts shorter than a block are in no table.
             messages = [{"role": "user", "content": f"Go {number}."}]
-            for path, body in [
-                ("/v1/chat/completions", {"messages": messages}),
-                ("/prompt_streams", {"text": f"{number}"}),
-                ("/generate", {"text": f"{number}", "prompt_stream_id": "s1"}),
-                ("/generate", {"text": f"{number}", "prompt_stream_id": f"gone{number}"}),
-            ]:
-                status, _ = await client("POST", path, json.dumps(body).encode())
-                assert status == 200
+            await client.post("/v1/chat/completions", None, messages=messages)
+            await client.post("/prompt_streams", None, text=f"{number}")
+            for stream in ("s1", f"gone{number}"):
+                await client.post("/generate", None, text=f"{number}", prompt_stream_id=stream)
             assert (await client("DELETE", "/prompt_streams/s1"))[0] == 200
             for path in (f"/prompt_streams/gone{number}", f"/nothing/{number}"):
                 assert (await client("GET", path))[0] == 404

@@ -10,26 +10,24 @@ from typing import Any, get_args
 import pytest
 
 from flashmoa.cli import trace as command
-from flashmoa.observe import CallFinished, CallStarted, Event, LinkDeclined
+from flashmoa.observe import Event, LinkDeclined
 from flashmoa.observe import page as page_module
 from flashmoa.observe.page import page, run_data
 from flashmoa.observe.summary import NoteKind
 from tests.integration.page.runs import HOSTILE, hostile, long_run
+from tests.unit.events import answered
 from tests.unit.observe.test_trace import RUN, write
 
 
 def embedded(document: str) -> dict[str, Any]:
-    found = re.findall(r'<script type="application/json" id="run">(.*?)</script>', document)
-    assert len(found) == 1
-    return json.loads(found[0])
+    (found,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', document)
+    return json.loads(found)
 
 
 def test_run_data_has_lanes_calls_and_notes() -> None:
     data = run_data(RUN)
-    assert [(lane["agent"], lane["engine"]) for lane in data["lanes"]] == [
-        ("A", "http://a"),
-        ("B", "http://b"),
-    ]
+    lanes = [(lane["agent"], lane["engine"]) for lane in data["lanes"]]
+    assert lanes == [("A", "http://a"), ("B", "http://b")]
     first, second = data["calls"]
     assert (first["start"], first["token"], first["end"], first["spans"]) == (0, 2, 8, [])
     assert (second["spans"], second["link"]) == ([[1, 6, 500]], "hit")
@@ -48,8 +46,7 @@ def test_every_kind_of_note_has_a_badge() -> None:
 def test_concurrent_calls_get_separate_rows() -> None:
     events: list[Event] = []
     for name, start, end in (("1", 0, 5), ("2", 1, 3), ("3", 4, 6), ("4", 6, 7)):
-        who = {"agent": "A", "engine": "http://e", "call_id": name}
-        events += [CallStarted(**who, at=start), CallFinished(**who, at=end)]
+        events += answered("A", start, None, end, id_=name)
     data = run_data(events)
     assert [call["row"] for call in data["calls"]] == [0, 1, 1, 0]
     assert data["lanes"][0]["rows"] == 2
@@ -72,8 +69,8 @@ def test_page_is_one_file_that_loads_nothing() -> None:
 def test_texts_cannot_break_out_of_their_element() -> None:
     document = page(hostile(), HOSTILE)
     assert embedded(document)["lanes"][0]["agent"] == HOSTILE
-    assert "<img" not in document and document.count("</script>") == 2
-    assert document.count("<!--") == 0
+    assert "<img" not in document and "<!--" not in document
+    assert document.count("</script>") == 2
 
 
 def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 
 from rich.console import Console
 
@@ -13,6 +12,7 @@ from flashmoa import observe
 from flashmoa.observe.events import FIRST, Listener, ignore
 from flashmoa.observe.report import Report
 from flashmoa.observe.timeline import lanes
+from tests.unit.events import closed, opened
 from tests.unit.observe.test_summary import call, use
 
 
@@ -39,19 +39,15 @@ def test_a_report_shows_calls_and_gains() -> None:
 
 
 def test_a_report_says_why_nothing_was_linked() -> None:
-    report = Report()
+    events: list[observe.Event] = []
     for number, agent in enumerate("ABCDEFA"):
         reason = FIRST if not number else "its workflow is not linked"
-        for event in call(agent, number, number + 0.5, number + 1, unlinked=reason):
-            report(replace(event, call_id=f"{number}"))  # type: ignore[call-arg]
-    for agent in "BC":
-        waits = {"upstream": "A", "reason": "it decides who speaks"}
-        report(observe.LinkWaits(agent=agent, engine="http://e", at=1, **waits))
-    for reason in ("unused", "abort", "mispredicted"):
-        report(
-            observe.LinkClosed(agent="B", engine="http://e", at=8, stream_id=None, reason=reason)
-        )
-    shown = str(report)
+        more = {"id_": f"{number}", "unlinked": reason}
+        events += call(agent, number, number + 0.5, number + 1, **more)
+    waits = {"engine": "http://e", "upstream": "A", "reason": "it decides who speaks"}
+    events += [observe.LinkWaits(agent=agent, at=1, **waits) for agent in "BC"]
+    events += [closed(why, 8, None) for why in ("unused", "abort", "mispredicted")]
+    shown = str(reported(events))
     assert "0 of 7 calls linked\n" in shown
     assert "link: first: it began the run; none: not linked, see below\n" in shown
     assert "  B, C, D, E, 2 more: its workflow is not linked\n" in shown
@@ -62,12 +58,9 @@ def test_a_report_says_why_nothing_was_linked() -> None:
 
 def test_failures_are_shown_apart() -> None:
     who = {"agent": "B", "engine": "http://e"}
-    events = [
-        *call("A", 0, 1, 2),
-        observe.LinkDeclined(**who, at=3, reason="no room"),
-        observe.LinkClosed(**who, at=4, stream_id=None, reason="OSError: no"),
-        observe.UpstreamFailed(**who, at=5, upstream="A", failure="stall", action="abort"),
-    ]
+    declined = observe.LinkDeclined(**who, at=3, reason="no room")
+    failed = observe.UpstreamFailed(**who, at=5, upstream="A", failure="stall", action="abort")
+    events = [*call("A", 0, 1, 2), declined, closed("OSError: no", 4, None), failed]
     ordinary, _, failed = str(reported(events)).partition("\nWhat failed\n")
     assert ordinary.endswith("Not prefilled ahead, and why\n  B: no room\n")
     assert failed.splitlines() == [
@@ -76,11 +69,9 @@ def test_failures_are_shown_apart() -> None:
     ]
 
 
-def test_links_that_have_not_ended_are_counted_as_open() -> None:
-    report = reported(call("A", 0, 2, 8))
-    for stream in "st":
-        report(observe.LinkOpened(agent="B", engine="http://e", upstream=("A",), stream_id=stream))
-    report(observe.LinkClosed(agent="B", engine="http://e", stream_id="s", reason="used"))
+def test_open_links_are_counted() -> None:
+    links = [opened(), opened(stream_id="t"), closed("used")]
+    report = reported([*call("A", 0, 2, 8), *links])
     assert report.links == {"used": 1, "still open": 1}
     assert "links, by why they ended: 1 used, 1 still open" in str(report)
 
@@ -99,13 +90,11 @@ def test_a_report_holds_the_last_events_without_texts() -> None:
 def test_a_live_timeline_has_what_has_not_ended() -> None:
     report, out = Report(), io.StringIO()
     began = time.time()
-    console = Console(file=out, force_terminal=True, width=60)
-    with report.live(console):
-        who = {"agent": "A", "engine": "http://e", "call_id": "a"}
-        report(observe.CallStarted(**who, at=began - 4))
-        report(observe.FirstToken(**who, at=began - 2))
+    with report.live(Console(file=out, force_terminal=True, width=60)):
+        for event in call("A", began - 4, began - 2, 0)[:2]:
+            report(event)
         link = {"agent": "B", "engine": "http://e", "stream_id": "s"}
-        report(observe.LinkOpened(**link, upstream=("A",), at=began - 3))
+        report(opened(at=began - 3))
         report(observe.LinkAdvanced(**link, received_tokens=9, prefilled_tokens=9, at=began - 1))
     shown = [line for line in out.getvalue().splitlines() if "|" in line][-2:]
     assert "A |" in shown[0] and "·" in shown[0] and "█" in shown[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from flashmoa.observe.summary import (
     summary,
 )
 from tests.conftest import ROOT
+from tests.unit.events import answered, closed, opened
 
 E = {"engine": "http://e"}
 
@@ -39,21 +41,14 @@ def used(use: StreamUse | None = None, **tokens: int) -> PromptUsage:
 def call(
     agent: str,
     at: float,
-    token: float,
+    token: float | None,
     end: float,
     use: StreamUse | None = None,
-    *,
-    usage: PromptUsage | None = None,
-    **started: Any,
+    **more: Any,
 ) -> list[observe.Event]:
-    """Return the events of a call, given more fields of its start."""
-    who: dict[str, Any] = {**E, "agent": agent, "call_id": agent}
+    """Return the events of a call that used its link so."""
     stream = use.id if use is not None else None
-    return [
-        observe.CallStarted(**who, at=at, **{"stream_id": stream, **started}),
-        observe.FirstToken(**who, at=token),
-        observe.CallFinished(**who, at=end, usage=usage or used(use)),
-    ]
+    return answered(agent, at, token, end, **{"usage": used(use), "stream_id": stream, **more})
 
 
 def use(*spans: tuple[float, float], status: str = "hit") -> StreamUse:
@@ -107,23 +102,22 @@ def test_stream_without_hit_has_no_overlap(status: str) -> None:
 
 
 def test_figures_of_a_front_end_come_after_answers() -> None:
-    who = {"agent": "B", "engine": "http://e", "at": 11}
     plain = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=64)
     events = call("B", 8, 8.5, 10, usage=plain, stream_id="http://w s")
     figures = StreamFigures(
         cached_tokens=90, streamed_tokens=70, late_tokens=10, prompt_stream=use((0, 4))
     )
-    (found,) = calls([*events, observe.StreamFound(**who, stream_id="http://w s", figures=figures)])
-    assert overlaps([found]) == {"B": Overlap(4.0, 0.5, 70, 10)}
-    assert row(found, None)[1:6] == ["100", "90", "70", "10", "9"]
-    (found,) = calls([*events, observe.StreamFound(**who, stream_id="http://w s", figures=None)])
-    assert (row(found, None)[2], row(found, None)[-1]) == ("64", "elsewhere")
-    (found,) = calls(
-        [*events, observe.LinkClosed(**who, stream_id="http://w s", reason="unfinished")]
-    )
-    assert row(found, None)[-1] == "unfinished"
-    (found,) = calls(events)
-    assert row(found, None)[-1] == "not told"
+    found = observe.StreamFound(**E, agent="B", at=11, stream_id="http://w s", figures=figures)
+    (last,) = calls([*events, found])
+    assert overlaps([last]) == {"B": Overlap(4.0, 0.5, 70, 10)}
+    assert row(last, None)[1:6] == ["100", "90", "70", "10", "9"]
+    unfinished = closed("unfinished", 11, "http://w s")
+    for more, status in (
+        ([replace(found, figures=None)], "elsewhere"), ([unfinished], "unfinished"),
+        ([], "not told"),
+    ):  # fmt: skip
+        (last,) = calls([*events, *more])
+        assert (row(last, None)[2], row(last, None)[-1]) == ("64", status)
 
 
 def test_summary_has_the_figures_of_a_run() -> None:
@@ -147,11 +141,12 @@ def test_summary_has_the_figures_of_a_run() -> None:
 
 def test_a_hit_counts_whose_answer_came_as_a_whole() -> None:
     """It has no first token: agents with tools may not ask for a stream."""
-    events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
-    whole = summary(calls(event for event in events if not isinstance(event, observe.FirstToken)))
+    first, hit = call("A", 0, 2, 8), use((0, 4))
+    whole = summary(calls([*call("A", 0, None, 8), *call("B", 8, None, 10, hit)]))
     assert (whole.linked, whole.overlap) == (1, Overlap(4.0, None, 70, 10))
     assert str(whole).endswith("70 were prefilled ahead and 10 were left to compute")
-    more = summary(calls([*events, *whole_answer("C")]))
+    last = call("C", 10, None, 12, use((5, 6)))
+    more = summary(calls([*first, *call("B", 8, 8.5, 10, hit), *last]))
     assert (more.linked, more.overlap.left, more.overlap.ahead_tokens) == (2, 0.5, 140)
 
 
@@ -208,11 +203,9 @@ def test_an_unlinked_call_has_a_word_and_a_reason(
 
 def test_a_reason_without_a_link_is_told_once() -> None:
     """The planner declines it once; each of its calls says why it has no link."""
-    declined = [
-        observe.LinkDeclined(agent=agent, engine="", at=0, reason="its agent sleeps")
-        for agent in "AB"
-    ]
-    events = call("A", 1, 2, 3, unlinked="its agent sleeps")
+    why = "its agent sleeps"
+    declined = [observe.LinkDeclined(agent=name, engine="", at=0, reason=why) for name in "AB"]
+    events = call("A", 1, 2, 3, unlinked=why)
     found = [(note.agent, note.kind) for note in notes([*declined, *events])]
     assert found == [("A", "declined"), ("B", "declined")]
     assert [note.kind for note in notes(events)] == ["unlinked"]
@@ -228,26 +221,22 @@ def test_every_status_of_an_engine_has_a_meaning() -> None:
 
 @given(st.lists(st.sampled_from(["used", "unused", "OSError: no", ""]), max_size=8))
 def test_each_link_is_counted_by_its_end(ends: list[str]) -> None:
-    who = {"agent": "B", "engine": "http://e"}
-    events: list[observe.Event] = [observe.LinkClosed(**who, stream_id=None, reason="too late")]
+    events: list[observe.Event] = [closed("too late", stream_id=None)]
     for number, reason in enumerate(ends):
-        events.append(observe.LinkOpened(**who, upstream=("A",), stream_id=f"{number}"))
+        events.append(opened(stream_id=f"{number}"))
         if reason:
-            events.append(observe.LinkClosed(**who, stream_id=f"{number}", reason=reason))
+            events.append(closed(reason, stream_id=f"{number}"))
     counted = count_links(events)
-    expected = Counter(reason or "still open" for reason in [*ends, "too late"])
-    assert counted == expected
+    assert counted == Counter(reason or "still open" for reason in [*ends, "too late"])
     assert "still open" not in list(counted)[:-1]
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
     """A plain engine has none, and neither has an answer without usage. The links were used."""
-    opened = observe.LinkOpened(
-        **E, agent="P", upstream=("A",), stream_id="p", plain=is_plain, at=0
-    )
     usage = PromptUsage(prompt_tokens=9, completion_tokens=1)
-    plain = [opened, *call("P", 1, 2, 3, usage=usage, stream_id="p")]
+    link = opened("P", stream_id="p", plain=is_plain)
+    plain = [link, *call("P", 1, 2, 3, usage=usage, stream_id="p")]
     whole = summary(calls(plain))
     assert (whole.linked, whole.untold, whole.overlap.ahead_tokens) == (1, 1, 0)
     assert str(whole).endswith("1 calls linked, 1 of these without figures of what that gained")
@@ -256,20 +245,13 @@ def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
     assert "Of the others' prompt tokens, 70 were prefilled ahead" in str(mixed)
 
 
-def whole_answer(agent: str) -> list[observe.Event]:
-    made = call(agent, 10, 11, 12, use((5, 6)))
-    return [event for event in made if not isinstance(event, observe.FirstToken)]
-
-
 def written(name: str, at: float, end: float) -> list[observe.Event]:
     """Return a call of agent A with an id of its own; its first text comes half a second later."""
-    who = {"agent": "A", "engine": "http://e", "call_id": name}
-    token = observe.FirstToken(**who, at=at + 0.5)
-    return [observe.CallStarted(**who, at=at), token, observe.CallFinished(**who, at=end)]
+    return answered("A", at, at + 0.5, end, id_=name)
 
 
 @pytest.mark.parametrize(
-    ("opened", "upstream", "events", "expected"),
+    ("at", "upstream", "events", "expected"),
     [
         # B wrote while A did; B's text could stream only after A's was complete.
         (0.5, ("user", "A", "B"), [*call("A", 0, 1, 4), *call("B", 0, 2, 6)], "A 1 4, B 4 6"),
@@ -284,58 +266,42 @@ def written(name: str, at: float, end: float) -> list[observe.Event]:
     ],
 )
 def test_handoffs_follow_the_prompts_order(
-    opened: float, upstream: tuple[str, ...], events: list[observe.Event], expected: str
+    at: float, upstream: tuple[str, ...], events: list[observe.Event], expected: str
 ) -> None:
-    link = observe.LinkOpened(
-        agent="M", engine="http://e", at=opened, upstream=upstream, stream_id="s"
-    )
+    link = opened("M", at, upstream=upstream)
     found = handoffs([link, *events, *call("M", 7, 8, 9, use((1, 2)))])["M"]
     assert ", ".join(f"{one.writer} {one.start:g} {one.end:g}" for one in found) == expected
 
 
 def test_notes_name_failures_and_declined_links() -> None:
-    who = {"agent": "B", "engine": "http://e"}
+    who = {**E, "agent": "B"}
+    failed = observe.UpstreamFailed(**who, at=6, upstream="A", failure="stall", action="finalize")
     events: list[observe.Event] = [
-        observe.LinkClosed(**who, at=9, stream_id="s", reason="used"),
-        observe.LinkClosed(**who, at=8, stream_id="s", reason="mispredicted"),
-        observe.LinkClosed(**who, at=7, stream_id="s", reason="unused"),
-        observe.UpstreamFailed(**who, at=6, upstream="A", failure="stall", action="finalize"),
+        *(closed(why, at) for why, at in (("used", 9), ("mispredicted", 8), ("unused", 7))),
+        failed,
         observe.LinkWaits(**who, at=5, upstream="A", reason="it calls tools"),
         observe.LinkDeclined(**who, at=4, reason="no room"),
         observe.CallStarted(**who, at=3, call_id="1", late=True),
         *call("C", 10, 11, 12, use((1, 2), status="mispredicted")),
+        closed("OSError: no", 20),
     ]
-    events.append(observe.LinkClosed(**who, at=20, stream_id="s", reason="OSError: no"))
-    found = [(note.agent, note.kind) for note in notes(events)]
-    assert found.pop() == ("B", "link failed")
-    assert found == [
-        ("B", "late"),
-        ("B", "declined"),
-        ("B", "waits"),
-        ("B", "upstream failed"),
-        ("B", "ended"),
-        ("B", "mispredicted"),
-        ("C", "mispredicted"),
-    ]
+    kinds = ["late", "declined", "waits", "upstream failed", "ended", "mispredicted"]
+    assert [(note.agent, note.kind) for note in notes(events)] == [
+        *(("B", kind) for kind in kinds), ("C", "mispredicted"), ("B", "link failed")
+    ]  # fmt: skip
     assert "A failed (stall); action: finalize" in [note.text for note in notes(events)]
 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_row_has_the_tokens_of_a_plain_link(plain: bool) -> None:
-    who = {"agent": "B", "engine": "http://e"}
     usage = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=88)
-    events: list[observe.Event] = [
-        observe.LinkOpened(**who, at=0, upstream=("A",), stream_id="s", plain=plain),
-        *(
-            observe.LinkAdvanced(
-                **who, at=at, stream_id="s", received_tokens=at, prefilled_tokens=at
-            )
-            for at in (50, 80)
-        ),
-        observe.CallStarted(**who, at=90, call_id="B", stream_id="s"),
-        observe.FirstToken(**who, at=91, call_id="B"),
-        observe.CallFinished(**who, at=92, call_id="B", usage=usage),
+    advanced = [
+        observe.LinkAdvanced(
+            **E, agent="B", at=at, stream_id="s", received_tokens=at, prefilled_tokens=at
+        )
+        for at in (50, 80)
     ]
-    (found,) = calls(events)
+    events = [opened(plain=plain), *advanced, *call("B", 90, 91, 92, usage=usage, stream_id="s")]
     streamed, status = ("80", "plain") if plain else ("", "not told")
-    assert row(found, None) == ["B", "100", "88", streamed, "", "9", "", "1.00 s", status]
+    expected = ["B", "100", "88", streamed, "", "9", "", "1.00 s", status]
+    assert row(calls(events)[0], None) == expected

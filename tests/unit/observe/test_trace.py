@@ -21,18 +21,14 @@ from flashmoa.observe.calls import CallReporter, calls
 from flashmoa.observe.events import ignore
 from flashmoa.observe.timeline import LEGEND, draw, lanes
 from flashmoa.observe.trace import Trace, TraceError, add_trace, end_trace, read
+from tests.unit.events import answered, closed, opened
 
-A = {"agent": "A", "engine": "http://a", "call_id": "a"}
 B = {"agent": "B", "engine": "http://b"}
 USE = StreamUse(id="s", status="hit", prefills=[Span(start=1.0, end=6.0, tokens=500)])
 USAGE = PromptUsage(prompt_tokens=510, completion_tokens=3, prompt_stream=USE)
 EVENTS: list[observe.Event] = [
-    observe.CallStarted(**A, at=0.0),
-    observe.FirstToken(**A, at=2.0),
-    observe.CallFinished(**A, at=8.0, text="x"),
-    observe.CallStarted(**B, call_id="b", at=8.0),
-    observe.FirstToken(**B, call_id="b", at=8.5),
-    observe.CallFinished(**B, call_id="b", at=10.0, text="y", usage=USAGE),
+    *answered("A", 0.0, 2.0, 8.0, engine="http://a", id_="a", text="x"),
+    *answered("B", 8.0, 8.5, 10.0, engine="http://b", id_="b", text="y", usage=USAGE),
 ]
 
 
@@ -78,10 +74,10 @@ def test_unfinished_call_has_no_bar() -> None:
 
 
 LINK: list[observe.Event] = [
-    observe.LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
+    opened(at=0.5, engine="http://b"),
     observe.LinkAdvanced(**B, at=3.0, stream_id="s", received_tokens=400, prefilled_tokens=300),
     observe.UpstreamFailed(**B, at=4.0, upstream="A", failure="stall", action="finalize"),
-    observe.LinkClosed(**B, at=8.0, stream_id="s", reason="used"),
+    closed("used", 8.0, engine="http://b"),
 ]
 RUN = sorted([*EVENTS, *LINK], key=lambda event: event.at)
 
@@ -96,8 +92,8 @@ def write(path: Path, events: Iterable[observe.Event], *, prompts: bool = False)
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     for events in (LINK, LINK[:1], RUN):  # Each replaces the trace before.
-        write(tmp_path / "run.jsonl", events)
-    return tmp_path / "run.jsonl"
+        file = write(tmp_path / "run.jsonl", events)
+    return file
 
 
 def test_reading_returns_what_was_written(file: Path) -> None:
@@ -110,17 +106,12 @@ def test_reading_returns_what_was_written(file: Path) -> None:
 
 PROMPTS: list[observe.Event] = [
     observe.PromptSent(
-        agent="A",
-        engine="http://a",
-        at=1.0,
-        call_id=call.call_id,
+        agent="A", engine="http://a", at=1.0, call_id="a",
         messages=[{"role": "user", "content": "Köln?"}],
         tools=[{"type": "function", "function": {"name": "look"}}],
         settings={"enable_thinking": False, "cache_salt": "s"},
     )
-    for call in EVENTS
-    if isinstance(call, observe.CallStarted) and call.agent == "A"
-]
+]  # fmt: skip
 
 
 def test_prompts_are_written_on_request_only(tmp_path: Path) -> None:
@@ -171,16 +162,14 @@ def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_prompt_has_its_fields_and_visible_tools() -> None:
-    events: list[observe.Event] = []
+    events: list[Any] = []
     reporter = CallReporter(events.append, agent="A", engine="http://a", model="m")
     body = {"messages": [], "tools": [{"function": {"name": "walk"}}], "temperature": 0}
     template = {"chat_template_kwargs": {"enable_thinking": False}}
     reporter.prompt_sent({**body, **template, "cache_salt": "s", "reasoning_effort": "low"})
     reporter.prompt_sent({**body, "tool_choice": "none"})
-    sent = [
-        (event.tools, event.settings) for event in events if isinstance(event, observe.PromptSent)
-    ]
     settings = {"enable_thinking": False, "reasoning_effort": "low", "cache_salt": "s"}
+    sent = [(event.tools, event.settings) for event in events]
     assert sent == [(body["tools"], settings), ([], {"tool_choice": "none"})]
 
 
@@ -211,10 +200,9 @@ def test_a_file_that_is_no_trace_is_not_read(file: Path, line: str, capsys: Any)
     file.write_text(f"{line}\n{file.read_text()}")
     with pytest.raises(TraceError, match=r"is not a trace, .*; its line 1 is not an event"):
         read(file)
-    assert command.main([str(file)]) == 1
-    assert "line 1 is not an event" in capsys.readouterr().err
-    assert command.main([f"{file}-missing"]) == 1
-    assert "does not exist" in capsys.readouterr().err
+    for name, problem in (file, "line 1 is not an event"), (f"{file}-missing", "does not exist"):
+        assert command.main([str(name)]) == 1
+        assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -260,16 +248,12 @@ def test_command_shows_timeline_calls_and_links(file: Path, capsys: Any) -> None
 
 
 @pytest.mark.parametrize("run", [RUN, []])
-def test_command_says_why_calls_failed(
-    tmp_path: Path, capsys: Any, run: list[observe.Event]
-) -> None:
+def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Any]) -> None:
     """Also if no call has finished, and apart from many notes of other kinds."""
     declined = [observe.LinkDeclined(**B, at=11.0 + n, reason=f"no room {n}") for n in range(12)]
-    who = {**B, "call_id": "last"}
-    failed = observe.CallFailed(**who, at=25.0, error="EngineUnreachable('http://b [refused]')")
-    events = [*run, *declined, observe.CallStarted(**who, at=24.0), failed]
-    file = write(tmp_path / "run.jsonl", events)
-    assert command.main([str(file)]) == 0
+    who, error = {**B, "call_id": "last"}, "EngineUnreachable('http://b [refused]')"
+    last = [observe.CallStarted(**who, at=24.0), observe.CallFailed(**who, at=25.0, error=error)]
+    assert command.main([str(write(tmp_path / "run.jsonl", [*run, *declined, *last]))]) == 0
     shown = capsys.readouterr().out
-    assert "B: the call failed: EngineUnreachable('http://b [refused]')\n" in shown
+    assert f"B: the call failed: {error}\n" in shown
     assert shown.count("... and 2 more; a trace's page shows all") == 1

@@ -1,8 +1,6 @@
-"""Test what a plan answers: its rounds, what links could save at most, which engine an agent gets."""
+"""Test what a plan answers, what links could save at most, and which engine an agent gets."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from flashmoa_bench.harness.critical_path import critical_path
@@ -12,22 +10,19 @@ from flashmoa_bench.plan.runs import WAYS, Round, TeamRun, Way, find_difference
 from rich.console import Console
 
 from flashmoa.engine import PromptUsage
-from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined
+from flashmoa.observe import Event, LinkDeclined
 from flashmoa.observe.calls import Call, calls
+from tests.unit.events import answered
 
 GPU = "modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)"
 STEPS, ONE_STEP = {"engine 1": 0.01}, {"engine 1": 0.1}
 PLACEMENT = {"writer": "engine 1", "reader": "engine 1"}
 
 
-def make_events(agent: str, sent: float, token: float, end: float, text: str) -> list[Event]:
-    common: dict[str, Any] = {"agent": agent, "engine": "engine 1", "call_id": f"{agent} {sent}"}
+def make_events(agent: str, at: float, token: float, end: float, text: str) -> list[Event]:
     usage = PromptUsage(prompt_tokens=500, completion_tokens=11)
-    return [
-        CallStarted(**common, at=sent),
-        FirstToken(**common, at=token),
-        CallFinished(**common, at=end, text=text, usage=usage),
-    ]
+    more = {"engine": "engine 1", "id_": f"{agent} {at}", "text": text, "usage": usage}
+    return answered(agent, at, token, end, **more)
 
 
 def make_round(way: Way, wait: float, text: str = "words", copy: int = 1) -> Round:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashmoa.engine import PromptUsage
-from flashmoa.observe import PromptSent
+from flashmoa.observe import CallFinished, CallStarted, PromptSent
 from flashmoa.observe.calls import Call
 from flashmoa.observe.prefix_breaks import PrefixBreak, find_breaks, group_breaks
-from tests.unit.events import make_call
 
 Messages = list[dict[str, Any]]
 Tools = Sequence[dict[str, Any]]
@@ -40,11 +38,10 @@ def call(
     **sent: Any,
 ) -> Call:
     """Make a call; ``at`` is also its id."""
-    more = {"id_": str(at), "model": "m", "text": answer, "usage": usage}
-    made = make_call(agent, at, at + 0.5, at + 0.9, **more)
     who = {"agent": agent, "engine": "http://e", "call_id": str(at)}
-    made.prompt = PromptSent(**who, at=at, messages=messages, tools=list(tools), **sent)
-    return made
+    prompt = PromptSent(**who, at=at, messages=messages, tools=list(tools), **sent)
+    finished = CallFinished(**who, at=at + 0.9, text=answer, usage=usage)
+    return Call(CallStarted(**who, at=at, model="m"), at + 0.5, finished, prompt)
 
 
 def used(prompt: int, cached: int | None, streamed: int | None = None) -> PromptUsage:
@@ -198,8 +195,8 @@ def test_first_prompts_are_compared_with_similar_ones() -> None:
 
 def test_other_engines_and_models_are_not_compared() -> None:
     one, other, third = (call(system(f"Turn {turn}."), at=turn) for turn in (1.0, 2.0, 3.0))
-    other.started = replace(other.started, engine="http://other")
-    third.started = replace(third.started, model="n")
+    other.started = CallStarted(agent="writer", engine="http://other", call_id="2.0", model="m")
+    third.started = CallStarted(agent="writer", engine="http://e", call_id="3.0", model="n")
     assert not find_breaks([one, other, third])
     # A call without a prompt, as in traces without prompts, is left out.
     third.prompt = None

@@ -12,7 +12,7 @@ import anyio.lowlevel
 import pytest
 
 from flashmoa import errors
-from flashmoa._concurrency import run_cancelled
+from flashmoa._concurrency import all_of, run_cancelled
 from flashmoa.engine import EngineClient, EngineInfo, front_end
 from flashmoa.engine.front_end import FrontEnd
 from flashmoa.engine.plain import Models, PlainServer
@@ -109,13 +109,10 @@ async def test_a_stream_is_put_where_its_request_goes() -> None:
     )
     async with behind(dynamo) as found:
         assert not found.is_known
-        for places, url in [
-            ({"decode_worker_id": 1, "prefill_worker_id": None}, "http://10.0.0.1:30000"),
-            ({"decode_worker_id": 4, "prefill_worker_id": large}, "http://[fd00::2]:30000"),
-        ]:
-            dynamo.places = places
+        for decodes, prefills, url in (1, None, "10.0.0.1"), (4, large, "[fd00::2]"):
+            dynamo.places = {"decode_worker_id": decodes, "prefill_worker_id": prefills}
             engine = await found.place("The plan so far", "m")
-            assert engine is not None and engine.url == url
+            assert engine is not None and engine.url == f"http://{url}:30000"
         assert found.is_known
         assert {body["prompt"] for body in dynamo.placed} == {"The plan so far"}
         for id_ in (3, 4, 5):
@@ -129,13 +126,15 @@ async def test_workers_that_come_and_go_are_noticed() -> None:
     async with behind(dynamo) as found:
         assert await any_url(found) is None
         assert await found.place("", "m") is None
-        for listed, url in [
-            ([instance(1, "a:1001"), instance(2, "b:1001")], "http://a:1000"),
-            ([instance(2, "b:1001")], "http://b:1000"),
-            ([], None),
-        ]:
+        a, b = instance(1, "a:1001"), instance(2, "b:1001")
+        for listed, url in ([a, b], "http://a:1000"), ([b], "http://b:1000"), ([], None):
             dynamo.instances = listed
             assert await any_url(found) == url and found.is_known == bool(url)
+        # They stay known during a restart of the front end.
+        dynamo.instances = [a]
+        first = await found.any_engine()
+        dynamo.fails = {"/v1/models": errors.EngineUnreachable("it cannot be reached")}
+        assert first is not None and await found.any_engine() is first
 
 
 async def test_an_unreachable_worker_is_left_out() -> None:
@@ -153,26 +152,11 @@ async def test_an_unreachable_worker_is_left_out() -> None:
         assert await found.place("", "m") is None
 
 
-async def test_workers_stay_known_during_a_restart() -> None:
-    dynamo = Dynamo(instance(1, "a:1001"))
-    async with behind(dynamo) as found:
-        first = await found.any_engine()
-        dynamo.fails = {"/v1/models": errors.EngineUnreachable("it cannot be reached")}
-        assert first is not None and await found.any_engine() is first
-
-
 async def test_all_who_ask_at_first_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_end, "_LIST_LIFETIME_SECONDS", 60.0)
     dynamo = Dynamo(instance(1, "a:1001"))
-    urls: list[str | None] = []
     async with behind(dynamo) as found:
-
-        async def ask() -> None:
-            urls.append(await any_url(found))
-
-        async with anyio.create_task_group() as group:
-            for _ in range(3):
-                group.start_soon(ask)
+        urls = await all_of([lambda: any_url(found)] * 3)
     assert urls == ["http://a:1000"] * 3 and dynamo.asked == 2
 
 
@@ -188,11 +172,7 @@ async def test_a_silent_worker_delays_the_first_who_asks(monkeypatch: pytest.Mon
         found._fresh_until = 0.0
         for _ in range(3):
             assert await any_url(found) == "http://a:1000"
-        assert sorted(Worker.asked) == [
-            "http://a:1000",
-            "http://decodes:1000",
-            "http://silent:1000",
-        ]
+        assert sorted(Worker.asked) == [f"http://{one}:1000" for one in ("a", "decodes", "silent")]
         found._left_out = {id_: each._replace(until=0.0) for id_, each in found._left_out.items()}
         await found.any_engine()
         assert Worker.asked.count("http://silent:1000") == 2
@@ -266,15 +246,14 @@ async def front_end_of(
         host, port = worker.url.removeprefix("http://").split(":")
         instances.append(instance(number, f"{host}:{int(port) + 1}"))
         worker.answers = {"/flashmoa/info": INFO}
-    async with hung_engine() as server:
+    async with hung_engine() as server, EngineClient(server.url, model="m") as client:
         server.lacks |= {"open", "render"}
         server.answers = {
             "/health": {"instances": instances},
             "/v1/completions": {"nvext": {"worker_id": placed or {"decode_worker_id": 0}}},
             "/v1/models": {"data": [{"id": "m", "owned_by": "nvidia"}]},
         }
-        async with EngineClient(server.url, model="m") as client:
-            yield client
+        yield client
 
 
 INFO = {
@@ -295,9 +274,16 @@ async def linking(client: EngineClient, events: list[Event]) -> AsyncGenerator[L
         yield link
 
 
+def sent_to(worker: HungEngine) -> list[dict[str, Any]]:
+    return [body for route, body in worker.requests if route in ("open", "append")]
+
+
 def texts_of(worker: HungEngine) -> str:
-    sent = [body for route, body in worker.requests if route in ("open", "append")]
-    return "".join(body.get("text") or "" for body in sent)
+    return "".join(body.get("text") or "" for body in sent_to(worker))
+
+
+def of_kind(kind: type[Event], events: list[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
 
 
 async def test_a_link_through_a_front_end_sends_all() -> None:
@@ -312,15 +298,14 @@ async def test_a_link_through_a_front_end_sends_all() -> None:
             assert link.used_id is not None and worker.url in link.used_id
         assert link.prompt.slots[0].is_open is False
         assert texts_of(worker) == "knowntextrest"
-        (*_, last) = [body for route, body in worker.requests if route in ("open", "append")]
-        assert last["end"] and "delete" not in worker.routes()
+        assert sent_to(worker)[-1]["end"] and "delete" not in worker.routes()
         # Once the call has ended, the stream is freed if its request went to another worker, also
         # while the team is being closed.
         assert link.is_unnamed
         await run_cancelled(link.delete_stream)
         assert not link.is_unnamed
         assert worker.routes().count("delete") == 1
-        (found,) = [event for event in events if isinstance(event, StreamFound)]
+        (found,) = of_kind(StreamFound, events)
         assert (found.stream_id, found.figures) == (link.stream_id, None)
 
 
@@ -332,10 +317,9 @@ async def test_a_stream_that_cannot_be_found_is_released() -> None:
             assert link.claim() is None
         assert worker.routes().count("delete") == 1
         assert not link.is_unnamed
-    (closed,) = [event for event in events if isinstance(event, LinkClosed)]
-    assert closed.reason == "unfinished"
+    (closed,) = of_kind(LinkClosed, events)
     # The call's events name the stream, so that reports say why the call did not use it.
-    assert link.used_id == closed.stream_id
+    assert (closed.reason, closed.stream_id) == ("unfinished", link.used_id)
 
 
 @pytest.mark.parametrize("fault", ["ends its streams", "hangs", "leaves"])
@@ -363,17 +347,16 @@ async def test_a_failed_workers_stream_is_opened_elsewhere(
             await second.until("open")
             link.feed("writer", "text")
             link.close_slot("writer")
-            await until(lambda: any(body.get("end") for _, body in second.requests))
+            await until(lambda: any(body.get("end") for body in sent_to(second)))
             assert link.claim() is None
         assert not link.prompt.slots[0].is_open
         assert texts_of(second) == "knownsome textrest"
         assert "delete" in first.routes()
-        # These engines answer each append as they answered the opening.
-        streams = [event.stream_id for event in events if isinstance(event, LinkOpened)]
-        opened = list(dict.fromkeys(streams))
-        assert [stream_id.split()[0] for stream_id in opened] == [first.url, second.url]
-        (closed,) = [event for event in events if isinstance(event, LinkClosed)]
-        assert (closed.stream_id, closed.reason) == (opened[-1], "used")
+    # These engines answer each append as they answered the opening.
+    opened = list(dict.fromkeys(event.stream_id for event in of_kind(LinkOpened, events)))
+    assert [stream_id.split()[0] for stream_id in opened] == [first.url, second.url]
+    (closed,) = of_kind(LinkClosed, events)
+    assert (closed.stream_id, closed.reason) == (opened[-1], "used")
 
 
 @pytest.mark.parametrize("looks_again", [True, False])
@@ -395,8 +378,7 @@ async def test_links_wait_for_workers_that_all_restart() -> None:
     instances: list[dict[str, Any]] = []
     async with hung_engine() as worker, front_end_of(worker, instances=instances) as client:
         await client.render(MESSAGES)
-        (listed,) = instances
-        instances.clear()
+        listed = instances.pop()
         with pytest.raises(errors.EngineUnreachable, match="no worker"):
             await client.open_stream(text="a prompt")
         assert client.is_front_end
@@ -413,14 +395,12 @@ async def test_a_starting_front_end_is_not_remembered(monkeypatch: pytest.Monkey
         return models if path == "/v1/models" else await client.ask(method, path, answer, body)
 
     async with hung_engine() as worker, front_end_of(worker, instances=instances) as client:
-        (first,) = instances
-        instances.clear()
+        first = instances.pop()
         client.plain = PlainServer(ask, None)
         for _ in range(2):
-            with pytest.raises(errors.EngineUnreachable, match="no worker"):
-                await client.render(MESSAGES)
-            with pytest.raises(errors.EngineUnreachable, match="no worker"):
-                await client.open_stream(text="a prompt")
+            for asked in client.render(MESSAGES), client.open_stream(text="a prompt"):
+                with pytest.raises(errors.EngineUnreachable, match="no worker"):
+                    await asked
             assert await client.context_length("served") is None
             assert await client.plain.model() == "default"
         instances.append(first)

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmoa.engine import PromptUsage
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkClosed, LinkOpened
 from flashmoa.observe.calls import Call, calls
 
 
-def answered(
-    agent: str,
-    at: float,
-    token: float | None,
-    end: float,
-    *,
-    id_: str | None = None,
-    text: str = "",
-    usage: PromptUsage | None = None,
-    **started: Any,
-) -> list[Event]:
+def answered(agent: str, at: float, token: float | None, end: float, **more: Any) -> list[Event]:
     """Return the events of a call, given more fields of its start.
 
     Args:
         token: when its first token came; ``None`` if its answer came as a whole.
-        id_: the call's id, by default the agent's name.
+        more: also ``text`` and ``usage`` of its end, ``engine``, and ``id_``, the call's id.
     """
-    engine = started.pop("engine", "http://e")
-    who: dict[str, Any] = {"agent": agent, "engine": engine, "call_id": id_ or agent}
+    ended = {name: more.pop(name) for name in ("text", "usage") if name in more}
+    engine, id_ = more.pop("engine", "http://e"), more.pop("id_", agent)
+    who: dict[str, Any] = {"agent": agent, "engine": engine, "call_id": id_}
     first = [] if token is None else [FirstToken(**who, at=token)]
-    finished = CallFinished(**who, at=end, text=text, usage=usage)
-    return [CallStarted(**who, at=at, **started), *first, finished]
+    return [CallStarted(**who, at=at, **more), *first, CallFinished(**who, at=end, **ended)]
 
 
 def make_call(agent: str, at: float, token: float | None, end: float, **more: Any) -> Call:

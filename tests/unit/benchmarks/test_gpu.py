@@ -300,9 +300,7 @@ def test_the_shims_patch_imported_modules(
     assert compiled_kernel.can_use_it(8) is False
     # SGLang imports this name of a missing package. Nothing else of the package is found.
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-    from flashinfer.prefill import (
-        cudnn_batch_prefill_with_kv_cache,
-    )
+    from flashinfer.prefill import cudnn_batch_prefill_with_kv_cache
 
     assert cudnn_batch_prefill_with_kv_cache is None
     with pytest.raises(ImportError):

@@ -37,9 +37,7 @@ def tables() -> MeasuredTables:
 
 
 @given(REQUESTS)
-def test_equal_prefills_cost_as_much_as_real_ones(
-    requests: list[tuple[int, int]],
-) -> None:
+def test_equal_prefills_cost_as_much_as_real_ones(requests: list[tuple[int, int]]) -> None:
     equal = Prefills.of(requests)
     assert equal.requests == len(requests)
     assert equal.tokens == sum(new for _, new in requests)
@@ -64,18 +62,14 @@ def test_measured_times_are_those_of_the_package(tables: MeasuredTables) -> None
     assert tables.seconds(Forward()) == 0
 
 
-def test_a_mixed_forward_costs_less_than_its_parts(
-    tables: MeasuredTables,
-) -> None:
+def test_a_mixed_forward_costs_less_than_its_parts(tables: MeasuredTables) -> None:
     prefills = Prefills.of([(2000, 256)])
     parts = tables.seconds(Forward(prefills)), tables.seconds(Forward(decodes=8, context=2000))
     mixed = tables.seconds(Forward(prefills, 8, 2000))
     assert max(parts) < mixed < sum(parts)
 
 
-def test_a_token_more_than_a_block_costs_a_block(
-    tables: MeasuredTables,
-) -> None:
+def test_a_token_more_than_a_block_costs_a_block(tables: MeasuredTables) -> None:
     for decodes in (1, 4, 7):
         two, one, more = (
             tables.seconds(Forward(Prefills(1, 128 - decodes + extra, 1024), decodes, 1024))

@@ -82,10 +82,7 @@ def test_a_full_disk_ends_a_trace(caplog: pytest.LogCaptureFixture) -> None:
             (url, "give http://HOST:PORT")
             for url in ("localhost:1", "http:/x", "http://h:port", "http://[::1", "ftp://h")
         ],
-        (
-            "http://user:SECRET@host:1/v1",
-            r"URL of host has .* password; give them in a header",
-        ),
+        ("http://user:SECRET@host:1/v1", r"URL of host has .* password; give them in a header"),
     ],
 )
 def test_a_text_that_is_not_a_url(url: str, problem: str) -> None:

@@ -11,14 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flashmoa.router import cache_tables
 from flashmoa.router.flops import Measure, UnknownShape, true_flops
-from tests.unit.router.support import (
-    MEASURES,
-    PROMPTS,
-    SIZE,
-    STEPS,
-    blocks,
-    prefixes,
-)
+from tests.unit.router.support import MEASURES, PROMPTS, SIZE, STEPS, blocks, prefixes
 
 
 @given(one=PROMPTS, other=PROMPTS)

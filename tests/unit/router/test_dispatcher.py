@@ -16,9 +16,14 @@ SMALL = EngineTraits(TOKENS, saturation=20)
 PROMPT = token_blocks([1] * 32)
 
 
-async def test_requests_wait_in_order() -> None:
+@pytest.fixture
+def dispatcher() -> Dispatcher:
     dispatcher = Dispatcher(PrefixAware())
     dispatcher.policy.join("a", SMALL)
+    return dispatcher
+
+
+async def test_requests_wait_in_order(dispatcher: Dispatcher) -> None:
     served: list[int] = []
 
     async def ask(number: int) -> None:
@@ -38,9 +43,7 @@ async def test_requests_wait_in_order() -> None:
     assert served == [2, 3] and dispatcher.waiting == 0
 
 
-async def test_a_request_fails_if_no_engine_is_left() -> None:
-    dispatcher = Dispatcher(PrefixAware())
-    dispatcher.policy.join("a", SMALL)
+async def test_a_request_fails_if_no_engine_is_left(dispatcher: Dispatcher) -> None:
     outcomes: list[str] = []
 
     async def ask() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import Any
 
 import anyio
 import msgspec
@@ -31,7 +31,6 @@ from tests.unit.router.support import PROMPTS, SIZE, FakeEngine, blocks, running
 pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
 PUBLISHES = {"publisher": "zmq", "endpoint": "tcp://*:7000"}
-CONFIG = json.dumps(PUBLISHES)
 
 
 def stored(first: int, blocks: int) -> list[object]:
@@ -81,11 +80,9 @@ def test_reported_pages_become_hashes_of_prompts(
 
 
 def test_pages_after_a_lost_event_are_ignored() -> None:
-    mirror = kv_events.PageMirror(SIZE)
-    assert mirror.add([5], 4, [1, 2, 3, 4], 4) == []
-    assert mirror.add([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
-        blocks([1, 2, 3, 4, 5, 6, 7, 8]).hashes
-    )
+    mirror, tokens = kv_events.PageMirror(SIZE), [1, 2, 3, 4, 5, 6, 7, 8]
+    assert mirror.add([5], 4, tokens[:4], 4) == mirror.remove([9]) == []
+    assert mirror.add([1, 2], None, tokens, 4) == list(blocks(tokens).hashes)
     assert mirror.remove([9]) == []
 
 
@@ -148,17 +145,18 @@ def test_events_change_a_table_and_gaps_empty_it(
 
 
 @pytest.mark.parametrize(
-    ("url", "info", "expected"),
+    ("host", "config", "expected"),
     [
-        ("host", {"kv_events_config": None}, None),
-        ("host", {"kv_events_config": "no JSON"}, None),
-        ("host", {"kv_events_config": json.dumps({"publisher": "null"})}, None),
-        ("host", {"kv_events_config": json.dumps({"publisher": "zmq"})}, "tcp://host:5557"),
-        ("[::1]", {"kv_events_config": CONFIG}, "tcp://[::1]:7000"),
+        ("host", None, None),
+        ("host", "no JSON", None),
+        ("host", json.dumps({"publisher": "null"}), None),
+        ("host", json.dumps({"publisher": "zmq"}), "tcp://host:5557"),
+        ("[::1]", json.dumps(PUBLISHES), "tcp://[::1]:7000"),
     ],
 )
-def test_event_source_of_server_info(url: str, info: dict[str, Any], expected: str | None) -> None:
-    assert kv_events.parse_event_source(f"http://{url}:30000", info) == expected
+def test_event_source_of_server_info(host: str, config: str | None, expected: str | None) -> None:
+    info = {"kv_events_config": config}
+    assert kv_events.parse_event_source(f"http://{host}:30000", info) == expected
 
 
 class Publisher:
@@ -166,11 +164,10 @@ class Publisher:
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
-        self._sequence = 0
+        self._numbers = itertools.count()
 
     async def publish(self, *events: list[object]) -> None:
-        number = self._sequence.to_bytes(8, "big")
-        self._sequence += 1
+        number = next(self._numbers).to_bytes(8, "big")
         await self._socket.send_multipart([b"kv", number, batch(*events)])
 
     async def publish_other(self) -> None:
@@ -180,14 +177,10 @@ class Publisher:
 
 @asynccontextmanager
 async def publishing() -> AsyncGenerator[tuple[Publisher, str]]:
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.PUB)
-    try:
+    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.linger = 0
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         yield Publisher(socket), f"tcp://127.0.0.1:{port}"
-    finally:
-        socket.close(linger=0)
-        context.term()
 
 
 async def test_blocks_are_forgotten_when_following_ends(

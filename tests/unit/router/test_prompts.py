@@ -54,10 +54,7 @@ async def test_an_untokenised_prompt_has_blocks_of_text(answer: object) -> None:
         ({"query": QUERY, "items": "b"}, text_blocks(QUERY + "b")),
         ({"query": QUERY}, text_blocks(QUERY)),
         ({"query": [1] * 32}, PROMPT),
-        (
-            {"query": [1] * 16, "items": [[1] * 16, [1] * 8]},
-            token_blocks([1] * 40),
-        ),
+        ({"query": [1] * 16, "items": [[1] * 16, [1] * 8]}, token_blocks([1] * 40)),
         ({}, Blocks((), 0)),
         # The texts of embeddings share nothing.
         ({"input": QUERY}, text_blocks(QUERY)),
@@ -67,10 +64,7 @@ async def test_an_untokenised_prompt_has_blocks_of_text(answer: object) -> None:
         ({"text": None, "prompt": QUERY}, text_blocks(QUERY)),
         ({"prompt": [QUERY, QUERY]}, text_blocks(QUERY * 2)),
         *(
-            (
-                {name: [[1] * 32, [1] * 8, [2] * 4]},
-                token_blocks([1] * 40 + [2] * 4),
-            )
+            ({name: [[1] * 32, [1] * 8, [2] * 4]}, token_blocks([1] * 40 + [2] * 4))
             for name in ("input_ids", "prompt", "input")
         ),
     ],

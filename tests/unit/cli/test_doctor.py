@@ -28,7 +28,7 @@ def test_installation_is_ok_without_importing_torch() -> None:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     levels = {finding["about"]: finding["level"] for finding in json.loads(done.stdout)}
-    assert done.returncode == 0, levels
+    assert done.returncode == 0, done.stdout
     assert levels["SGLang"] == levels["internals"] == "ok"
 
 
@@ -101,12 +101,12 @@ async def test_url_without_an_engine(url: str, text: str, remedy: str) -> None:
 
 
 async def test_a_server_that_is_no_engine_is_a_problem() -> None:
-    with web_server(b"<html></html>", "text/html") as url:
-        (finding,) = await check_engine(url)
-    assert (finding.level, finding.text) == ("fix", f"{url} answers, but is not an engine")
+    with web_server(b"<html></html>", "text/html") as server:
+        (finding,) = await check_engine(server.url)
+    assert (finding.level, finding.text) == ("fix", f"{server.url} answers, but is not an engine")
     info = {"plugin": {"version": "0.0.1"}, "sglang": {"version": "0.5.12"}}
-    with web_server(json.dumps(info).encode()) as url:
-        (finding,) = await check_engine(url)
+    with web_server(json.dumps(info).encode()) as server:
+        (finding,) = await check_engine(server.url)
     assert finding.level == "fix" and "one checkout" in finding.remedy
     assert "flashmoa-sglang 0.0.1" in finding.text and flashmoa.__version__ in finding.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ import pytest
 from pytest import CaptureFixture, MonkeyPatch
 
 from flashmoa.cli import moa, router, serve
+from flashmoa.cli.ports import bind
 from flashmoa.engine.local import free_port
 
 # Another program instead of SGLang, the engine's URL, how long it may drain, and its sidecar.
@@ -440,3 +442,22 @@ def test_other_systems_and_old_releases_are_refused(
     monkeypatch.setattr(serve, name, lambda *_: found)
     assert serve.main(MODEL) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_an_event_loop_sends_answers_at_once() -> None:
+    """Nagle's algorithm would hold up the second part of an answer by 40 ms."""
+    answered = asyncio.Queue[int]()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own: socket.socket = writer.get_extra_info("socket")
+        answered.put_nowait(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async def serve() -> int:
+        with bind("127.0.0.1", 0) as listening:
+            async with await asyncio.start_server(answer, sock=listening):
+                _, writer = await asyncio.open_connection(*listening.getsockname())
+                writer.close()
+                return await answered.get()
+
+    assert asyncio.run(serve())

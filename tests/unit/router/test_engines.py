@@ -1,4 +1,4 @@
-"""Test how the router watches engines, and where it sends requests."""
+"""Test how the router watches engines, places prompts on them and learns from answers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 import anyio
 import pytest
 
-from flashmoa.router.cache_tables import EngineTraits
-from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.cache_tables import EngineTraits, token_blocks
+from flashmoa.router.dispatcher import Dispatcher, NoEngine
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.forwarding import EngineLost
 from flashmoa.router.policy import PrefixAware
-from tests.unit.router.support import FakeConnections, FakeEngine, routing
+from tests.unit.router.support import FakeConnections, FakeEngine, load, routing
 
 pytestmark = pytest.mark.anyio
+
+
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128
 }  # fmt: skip
@@ -213,3 +215,67 @@ async def test_engines_take_requests_at_any_saturation() -> None:
     async with routing(FakeEngine(), saturation_margin=1e-9) as router:
         with anyio.fail_after(30):
             await router.post("/generate", text="x")
+
+
+SMALL = EngineTraits(TOKENS, saturation=20)
+PROMPT = token_blocks([1] * 32)
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    dispatcher = Dispatcher(PrefixAware())
+    dispatcher.policy.join("a", SMALL)
+    return dispatcher
+
+
+async def test_requests_wait_in_order(dispatcher: Dispatcher) -> None:
+    served: list[int] = []
+
+    async def ask(number: int) -> None:
+        async with dispatcher.place(token_blocks([number] * 32)) as place:
+            served.append(number)
+            place.receive(b"")
+
+    async with anyio.create_task_group() as group, dispatcher.place(PROMPT):
+        group.start_soon(ask, 2)
+        await anyio.wait_all_tasks_blocked()
+        with anyio.CancelScope() as leaving:
+            leaving.cancel()
+            await ask(9)
+        group.start_soon(ask, 3)
+        await anyio.wait_all_tasks_blocked()
+        assert served == [] and dispatcher.waiting == 2
+    assert served == [2, 3] and dispatcher.waiting == 0
+
+
+async def test_a_request_fails_if_no_engine_is_left(dispatcher: Dispatcher) -> None:
+    outcomes: list[str] = []
+
+    async def ask() -> None:
+        try:
+            async with dispatcher.place(token_blocks([2] * 32)) as place:
+                outcomes.append(place.engine)
+        except NoEngine:
+            outcomes.append("none")
+
+    async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        dispatcher.policy.leave("a")
+        dispatcher.reconsider()
+    dispatcher.policy.join("b", SMALL)
+    await ask()
+    assert outcomes == ["none", "b"]
+
+
+async def test_load_falls_with_the_first_piece_or_the_end() -> None:
+    policy = PrefixAware()
+    policy.join("a", EngineTraits())
+    dispatcher = Dispatcher(policy)
+    async with dispatcher.place(PROMPT) as placement:
+        assert load(policy, "a") == 32
+        placement.receive(b'data: {"text": "a"}\n\n')
+        assert load(policy, "a") == 0 and policy.matched_tokens("a", PROMPT) == 31
+        async with dispatcher.place(token_blocks([2] * 32)):
+            assert load(policy, "a") == 32
+        assert load(policy, "a") == 0

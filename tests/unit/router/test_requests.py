@@ -1,4 +1,4 @@
-"""Test what the routers answer in front of fake engines."""
+"""Test what the routers answer in front of fake engines, and that they keep nothing of it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from flashmoa.router.application import POLICY_ROUTES, application
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.forwarding import CHAT, STREAMS, Connections, EngineLost
 from tests.integration.router.serving import InTurn
+from tests.retention import kept_by
 from tests.unit.router.support import (
     DRAINING,
     KEY,
@@ -30,6 +31,8 @@ from tests.unit.router.support import (
 )
 
 pytestmark = pytest.mark.anyio
+
+
 GENERATE = "/generate"
 
 
@@ -275,3 +278,23 @@ async def test_no_request_makes_a_router_fail(
     # The fake engine accepts every body, and no agent writes an answer.
     if status in (400, 424):
         assert len(json.loads(content)["error"]["message"]) > 10
+
+
+async def test_a_router_keeps_nothing_of_requests() -> None:
+    engine = FakeEngine("s1", needs_key=False)
+
+    async with routing(engine) as client:
+
+        async def ask(number: int) -> None:
+            # Prompts shorter than a block are in no table.
+            messages = [{"role": "user", "content": f"Go {number}."}]
+            await client.post("/v1/chat/completions", None, messages=messages)
+            await client.post("/prompt_streams", None, text=f"{number}")
+            for stream in ("s1", f"gone{number}"):
+                await client.post("/generate", None, text=f"{number}", prompt_stream_id=stream)
+            assert (await client("DELETE", "/prompt_streams/s1"))[0] == 200
+            for path in (f"/prompt_streams/gone{number}", f"/nothing/{number}"):
+                assert (await client("GET", path))[0] == 404
+            engine.requests.clear()
+
+        assert await kept_by(ask) < 3

@@ -20,7 +20,7 @@ from tests.unit.plugin.renamed import Renamed
 pytestmark = pytest.mark.anyio
 
 
-def test_installation_is_ok_without_importing_torch() -> None:
+def test_the_doctor_imports_no_torch() -> None:
     script = (
         "import sys; from flashmoa.cli import doctor; code = doctor.main(['--json']); "
         "assert not {'torch', 'sglang'} & set(sys.modules); sys.exit(code)"

@@ -58,7 +58,7 @@ async def test_a_request_has_the_form_that_is_needed(
     assert first or ("nothing to fix" in shown and body["max_tokens"] == 1)
 
 
-async def test_an_engine_without_probabilities_is_to_be_fixed(
+async def test_an_engine_needs_probabilities(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, _ = await check(tmp_path, capsys, LAYERS, [("end", "abort")])
@@ -92,7 +92,7 @@ async def test_a_server_names_absent_engines_and_starts(
     assert up == (not printed.err)
 
 
-async def test_a_server_names_an_engine_that_refuses_its_key(
+async def test_a_server_names_a_refused_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_: None)

@@ -436,7 +436,7 @@ def test_a_router_announces_its_engines(
         ("runs_engines", False, "Linux only"),
     ],
 )
-def test_other_systems_and_old_releases_are_refused(
+def test_unfit_systems_are_refused(
     name: str, found: object, problem: str, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve, name, lambda *_: found)

@@ -134,7 +134,7 @@ def test_each_way_has_two_engines_and_a_front_end() -> None:
         assert len(list(way("frontend"))) == 1
 
 
-def test_the_operator_and_kubernetes_accept_the_files() -> None:
+def test_kubernetes_accepts_the_files() -> None:
     graph, others = load("kubernetes/graph.yaml"), load_all("kubernetes/resources.yaml")
     assert (graph["apiVersion"], graph["kind"]) == ("nvidia.com/v1beta1", "DynamoGraphDeployment")
     # Of the fields in Dynamo's Go types of this version (deploy/operator/api/v1beta1).
@@ -191,7 +191,7 @@ def test_engines_are_workers_that_clients_find() -> None:
     assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
-def test_the_front_end_finds_engines_and_moves_requests() -> None:
+def test_a_front_end_finds_its_engines() -> None:
     services = load("compose.yaml")["services"]
     shared = [services[one.name] for one in (*composed("engine"), *composed("frontend"))]
     for service in shared:

@@ -323,9 +323,7 @@ async def test_a_stream_that_cannot_be_found_is_released() -> None:
 
 
 @pytest.mark.parametrize("fault", ["ends its streams", "hangs", "leaves"])
-async def test_a_failed_workers_stream_is_opened_elsewhere(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_workers_stream_moves(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_feed, "WORKER_TIMEOUT_SECONDS", 0.1)
     instances: list[dict[str, Any]] = []
     placed = {"decode_worker_id": 0}

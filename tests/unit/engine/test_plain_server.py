@@ -111,12 +111,12 @@ EMPTY: dict[str, Any] = {"tokenize": {"tokens": []}, "detokenize": {"text": ""}}
         FakeServer(*SGLANG, **EMPTY),  # It ignores the messages.
     ],
 )
-async def test_a_server_that_changes_texts_gets_no_prompts(fake: FakeServer) -> None:
+async def test_a_server_must_not_change_texts(fake: FakeServer) -> None:
     with pytest.raises(EngineError, match="cannot convert messages to tokens and back"):
         await PlainServer(fake.call, None).render(MESSAGES, {})
 
 
-async def test_cached_tokens_may_be_left_out_if_there_are_none() -> None:
+async def test_cached_tokens_may_be_left_out() -> None:
     fake, cached = FakeServer(*VLLM), list[int | None]()
     server = PlainServer(fake.call, "m")
     for details in ({}, {"prompt_tokens_details": {"cached_tokens": 5}}, {}):

@@ -39,7 +39,7 @@ def measured(overhead: float, per_token: float = 0.001) -> plain.StepCosts:
 
 
 @given(length=st.integers(1, 3000), overhead=st.sampled_from([0.0, 0.01, 0.2, 3.0]))
-def test_an_expected_length_takes_logarithmic_steps(length: int, overhead: float) -> None:
+def test_expected_lengths_take_few_steps(length: int, overhead: float) -> None:
     costs = measured(overhead)
     steps = run_text(costs, length, length)
     assert len(steps) <= max(0.0, math.log2(length / costs.least_tokens)) + 1
@@ -82,7 +82,7 @@ def test_measurements_expire() -> None:
     assert costs.pays(plain.MIN_STEP_TOKENS, 0)
 
 
-def test_servers_without_cache_report_get_larger_steps() -> None:
+def test_no_cache_report_means_larger_steps() -> None:
     costs = plain.StepCosts(Clock())
     assert costs.add(1000, None, 0.1, before=500)
     assert not costs.pays(plain.MIN_UNMEASURED_STEP_TOKENS - 1, 0)
@@ -93,7 +93,7 @@ def test_servers_without_cache_report_get_larger_steps() -> None:
 
 
 @pytest.mark.parametrize(("cached", "is_found"), [(0, False), (499, False), (500, True)])
-def test_nothing_pays_after_the_cache_lost_a_prompt(cached: int, is_found: bool) -> None:
+def test_nothing_pays_after_a_lost_prompt(cached: int, is_found: bool) -> None:
     clock = Clock()
     costs = plain.StepCosts(clock)
     assert costs.add(2000, cached, 0.1, before=1000) == is_found

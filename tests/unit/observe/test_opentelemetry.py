@@ -204,7 +204,7 @@ def test_calls_are_children_of_the_current_span(telemetry: Telemetry) -> None:
     assert parent(telemetry.spans()["invoke_agent B"]) == other.get_span_context().span_id
 
 
-def test_an_unused_link_has_the_span_of_its_opening(telemetry: Telemetry) -> None:
+def test_an_unused_link_has_its_openings_span(telemetry: Telemetry) -> None:
     listener = telemetry.listener()
     with telemetry.tracers.get_tracer("x").start_as_current_span("run") as run:
         for event in LINKED[:2]:
@@ -214,7 +214,7 @@ def test_an_unused_link_has_the_span_of_its_opening(telemetry: Telemetry) -> Non
     assert parent(link) == run.get_span_context().span_id and link.status.is_unset
 
 
-def test_oldest_unfinished_calls_and_links_are_dropped(
+def test_the_oldest_unfinished_are_dropped(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observe.opentelemetry, "_MAX_KEPT", 2)

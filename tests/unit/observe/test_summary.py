@@ -75,7 +75,7 @@ def test_prefill_counts_until_the_call() -> None:
     st.lists(st.tuples(st.floats(0, 16), st.floats(0.1, 4), st.integers(1, 99)), max_size=5),
     st.integers(0, 300),
 )
-def test_tokens_computed_after_the_request_are_late(
+def test_tokens_after_the_request_are_late(
     prefills: list[tuple[float, float, int]], cached: int
 ) -> None:
     """The request, sent at 8, has waited for them: they have saved nothing."""
@@ -176,7 +176,7 @@ def test_the_wait_is_compared_with_the_estimate() -> None:
         (900, "the engine had not begun with its stream when its request came"),
     ],
 )
-def test_a_hit_that_gained_nothing_reads_so_and_why(late: int, why: str) -> None:
+def test_a_hit_that_gained_nothing_says_why(late: int, why: str) -> None:
     usage = used(use(), streamed_tokens=0, late_tokens=late)
     events = call("A", 0, 1, 2, use(), usage=usage)
     [found] = calls(events)
@@ -373,7 +373,7 @@ def test_open_links_are_counted() -> None:
     assert "links, by why they ended: 1 used, 1 still open" in str(report)
 
 
-def test_a_report_holds_the_last_events_without_texts() -> None:
+def test_a_report_holds_few_events_and_no_text() -> None:
     report = Report()
     who = {"agent": "A", "engine": "http://e", "call_id": "a"}
     report(observe.PromptSent(**who, messages=[{"role": "user", "content": "secret"}]))

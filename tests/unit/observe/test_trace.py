@@ -39,7 +39,7 @@ EVENTS: list[observe.Event] = [
 ]
 
 
-def test_prefill_is_drawn_under_the_upstreams_decode() -> None:
+def test_prefills_are_drawn_under_decodes() -> None:
     rows = draw(lanes(EVENTS), columns=44).splitlines()
     assert rows[0].startswith("A |") and rows[1].startswith("B |")
     assert all(len(row) <= 44 for row in rows[:3])
@@ -159,7 +159,7 @@ def test_a_trace_is_replaced_after_all_have_ended(tmp_path: Path) -> None:
     assert read(file) == []
 
 
-def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
+def test_odd_tools_do_not_end_a_trace(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "run.jsonl", prompts=True)
     reporter = CallReporter(trace, agent="A", engine="http://a", model="m")
     reporter.started(None, "")
@@ -216,7 +216,7 @@ def test_a_file_that_is_no_trace_is_not_read(file: Path, line: str, capsys: Any)
 @pytest.mark.parametrize(
     "text", ["print('Hello!')", '{"accuracy": 0.9', "[1]", '{"event": "click"}', "12"]
 )
-def test_a_file_that_is_not_a_trace_is_not_overwritten(tmp_path: Path, text: str, end: str) -> None:
+def test_other_files_are_not_overwritten(tmp_path: Path, text: str, end: str) -> None:
     other = tmp_path / "results.json"
     other.write_text(text + end)
     with pytest.raises(ValueError, match="is not a trace; give another name"):

@@ -92,7 +92,7 @@ def test_a_call_off_the_linked_path_is_found() -> None:
         ((0.5, 0.6, 0.7), "), no difference: the ranges overlap\n"),
     ],
 )
-def test_output_says_what_links_save_on_which_gpus(linked: tuple[float, ...], said: str) -> None:
+def test_output_says_what_links_save(linked: tuple[float, ...], said: str) -> None:
     printed = shown(make_result(linked))
     assert said in printed
     assert ("saves" in printed) == ("links reach" in printed) == ("saves" in said)

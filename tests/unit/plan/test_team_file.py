@@ -31,7 +31,7 @@ async def load(
     return await TeamFile(folder / file, name).load()
 
 
-async def test_a_variables_team_is_loaded_anew_each_time(tmp_path: Path) -> None:
+async def test_a_team_is_loaded_anew_each_time(tmp_path: Path) -> None:
     loaded = await load(tmp_path, teams.ENDING)
     assert loaded.task == "Write about Bergen."
     writer, critic = find_callers(loaded.team)

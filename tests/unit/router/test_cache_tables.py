@@ -169,7 +169,7 @@ def test_work_adds_up_tokens_and_pairs(measure: Measure, start: int, more: int) 
     assert measure.work(start, start - more) == 0
 
 
-def test_flops_of_models_are_twice_their_parameters() -> None:
+def test_flops_are_twice_the_parameters() -> None:
     dense = true_flops(QWEN3_8B)
     # Its model card says 6.95 billion parameters without embeddings.
     assert dense.linear / 2 == pytest.approx(6.95e9, rel=0.002)

@@ -168,7 +168,7 @@ async def test_failures_together_cause_two_probes(answer: object, most: int) -> 
      ({}, 9830, 1 << 16)],
 )  # fmt: skip
 @pytest.mark.parametrize("told", [None, 50])
-async def test_settings_of_a_rank_are_multiplied_by_ranks(
+async def test_settings_are_multiplied_by_ranks(
     info: dict[str, int], saturation: int, blocks: int, told: int | None
 ) -> None:
     """An engine with the plugin tells its largest forward, which may be smaller than its chunks."""
@@ -198,7 +198,7 @@ async def test_unusable_events_are_logged(
     assert all(text in caplog.text for text in logged)
 
 
-async def test_a_stream_and_prompts_like_it_go_to_one_engine() -> None:
+async def test_prompts_follow_a_stream_like_them() -> None:
     engines = [FakeEngine("s"), FakeEngine("s")]
     async with routing(*engines) as router:
         await router.post("/generate", text="a" * 400)
@@ -268,7 +268,7 @@ async def test_a_request_fails_if_no_engine_is_left(dispatcher: Dispatcher) -> N
     assert outcomes == ["none", "b"]
 
 
-async def test_load_falls_with_the_first_piece_or_the_end() -> None:
+async def test_load_falls_at_the_first_piece_or_end() -> None:
     policy = PrefixAware()
     policy.join("a", EngineTraits())
     dispatcher = Dispatcher(policy)

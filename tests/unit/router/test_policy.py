@@ -30,7 +30,7 @@ CANDIDATES = st.lists(
 
 
 @given(candidates=CANDIDATES)
-def test_without_patience_the_choice_is_the_papers(candidates: list[EngineCandidate]) -> None:
+def test_the_papers_choice_has_no_patience(candidates: list[EngineCandidate]) -> None:
     chosen = choose_engine(candidates, patience=0)
     free = [one for one in candidates if not one.saturated]
     if not free:

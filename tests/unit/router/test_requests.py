@@ -111,7 +111,7 @@ async def test_other_refusals_are_passed_on() -> None:
         await client.post(GENERATE, text="x")
 
 
-async def test_no_stream_follows_a_call_through_a_router() -> None:
+async def test_no_stream_follows_through_a_router() -> None:
     """The call may be on another engine."""
     async with routing(FakeEngine(), FakeEngine()) as client:
         _, content = await client("GET", "/flashmoa/info", headers=KEY)
@@ -179,9 +179,7 @@ async def test_too_large_body_is_refused() -> None:
         ("GET", STREAMS, 405),  # An engine only counts them; nothing names a stream.
     ],
 )
-async def test_missing_routes_are_refused_in_the_own_form(
-    method: str, path: str, status: int
-) -> None:
+async def test_missing_routes_are_refused(method: str, path: str, status: int) -> None:
     engine = FakeEngine("a")
     async with routing(engine) as client:
         found, content = await client(method, path, headers=KEY)
@@ -238,9 +236,7 @@ async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[RouterCli
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
-async def test_body_of_any_depth_is_passed_on_or_refused(
-    any_router: RouterClient, path: str
-) -> None:
+async def test_deep_bodies_are_passed_on_or_refused(any_router: RouterClient, path: str) -> None:
     for depth in (200, *range(900, 1000, 3), 10_000):
         deep = "[" * depth + "]" * depth
         body = f'{{"messages": [{deep}], "tools": {deep}, "text": "x"}}'.encode()

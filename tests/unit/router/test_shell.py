@@ -137,7 +137,7 @@ async def test_an_early_prompt_grows_with_its_answers() -> None:
     assert engine.routes()[-1] == "delete" and not group.cancel_scope.cancelled_caught
 
 
-async def test_an_impossible_prompt_is_left_to_its_request() -> None:
+async def test_an_impossible_prompt_is_not_sent_early() -> None:
     answer = agents.ReadableAnswer("a")
     answer.close()
     request = agents.parse_request(reading("[a]", "x\ud800"))

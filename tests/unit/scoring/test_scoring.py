@@ -97,12 +97,12 @@ def test_contexts_are_text_tokens_or_messages() -> None:
         ('{"context": "x", "labels": {"yes": [5, -1]}}', "greater than or equal to 0"),
     ],
 )
-def test_malformed_line_is_refused_with_the_reason(line: str, problem: str) -> None:
+def test_a_malformed_line_is_refused(line: str, problem: str) -> None:
     with pytest.raises(BadLine, match=problem):
         Line.read(line.encode())
 
 
-def test_record_of_infinite_logprobs_is_valid_json() -> None:
+def test_infinite_logprobs_are_valid_json() -> None:
     line = Line.read(b'{"id": 7, "context": "x", "candidates": ["a", "b"]}')
     scores = Scores.of(["a", "b"], [-0.1234567891, -math.inf], None, PrefillUsage())
     written = json.loads(json.dumps(make_record(3, line, scores), allow_nan=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -228,10 +227,3 @@ def test_the_oldest_unfinished_are_dropped(
     listener.close()
     assert len(telemetry.spans()) == 15
     assert {attributes(span)["error.type"] for span in telemetry.spans().values()} == {"_OTHER"}
-
-
-def test_the_import_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    monkeypatch.delitem(sys.modules, "flashmoa.observe.opentelemetry")
-    with pytest.raises(ImportError, match=r"pip install 'flashmoa\[opentelemetry\]'"):
-        import flashmoa.observe.opentelemetry  # noqa: F401

@@ -30,12 +30,19 @@ def run_text(costs: plain.StepCosts, length: int, expected: int | None) -> list[
     return steps
 
 
+def make_costs(*steps: tuple[int, int | None, float, int]) -> tuple[plain.StepCosts, Clock]:
+    """Return the costs of a server that has taken these steps, and their clock."""
+    clock = Clock()
+    costs = plain.StepCosts(clock)
+    for tokens, cached, seconds, before in steps:
+        costs.add(tokens, cached, seconds, before=before)
+    return costs, clock
+
+
 def measured(overhead: float, per_token: float = 0.001) -> plain.StepCosts:
     """Return the costs of a server with this overhead, in seconds."""
-    costs = plain.StepCosts(Clock())
-    for tokens in (1_000_000, 100, 200):
-        costs.add(tokens, 0, overhead + tokens * per_token, before=0)
-    return costs
+    sizes = (1_000_000, 100, 200)
+    return make_costs(*((n, 0, overhead + n * per_token, 0) for n in sizes))[0]
 
 
 @given(length=st.integers(1, 3000), overhead=st.sampled_from([0.0, 0.01, 0.2, 3.0]))
@@ -49,7 +56,7 @@ def test_expected_lengths_take_few_steps(length: int, overhead: float) -> None:
 
 @given(length=st.integers(1, 3000), expected=st.none() | st.integers(1, 3000))
 def test_wrong_expectations_take_few_steps(length: int, expected: int | None) -> None:
-    costs = plain.StepCosts(Clock())
+    costs, _ = make_costs()
     steps = run_text(costs, length, expected)
     sizes = [b - a for a, b in pairwise([0, *steps])]
     assert all(size >= plain.MIN_STEP_TOKENS for size in sizes)
@@ -72,18 +79,14 @@ def test_one_slow_step_does_not_count_as_overhead() -> None:
 
 
 def test_measurements_expire() -> None:
-    clock = Clock()
-    costs = plain.StepCosts(clock)
-    costs.add(1000, 0, 1.0, before=0)
-    for _ in range(3):
-        costs.add(10, 0, 10.0, before=0)
+    costs, clock = make_costs((1000, 0, 1.0, 0), *[(10, 0, 10.0, 0)] * 3)
     assert not costs.pays(1000, 0)
     clock.now = 61.0
     assert costs.pays(plain.MIN_STEP_TOKENS, 0)
 
 
 def test_no_cache_report_means_larger_steps() -> None:
-    costs = plain.StepCosts(Clock())
+    costs, _ = make_costs()
     assert costs.add(1000, None, 0.1, before=500)
     assert not costs.pays(plain.MIN_UNMEASURED_STEP_TOKENS - 1, 0)
     assert costs.pays(plain.MIN_UNMEASURED_STEP_TOKENS, 0)
@@ -94,26 +97,19 @@ def test_no_cache_report_means_larger_steps() -> None:
 
 @pytest.mark.parametrize(("cached", "is_found"), [(0, False), (499, False), (500, True)])
 def test_nothing_pays_after_a_lost_prompt(cached: int, is_found: bool) -> None:
-    clock = Clock()
-    costs = plain.StepCosts(clock)
+    costs, clock = make_costs()
     assert costs.add(2000, cached, 0.1, before=1000) == is_found
-    clock.now = 59.0
-    assert costs.pays(100_000, 0) == is_found
-    clock.now = 61.0
-    assert costs.pays(100_000, 0)
+    for clock.now, pays in (59.0, is_found), (61.0, True):
+        assert costs.pays(100_000, 0) == pays
 
 
 def test_a_step_fills_at_least_a_cache_block() -> None:
-    clock = Clock()
-    costs = plain.StepCosts(clock)
+    costs, clock = make_costs()
     # Blocks of 128 tokens: of 1,010 tokens, seven blocks were kept.
     assert costs.add(1200, 7 * 128, 0.1, before=1010)
-    assert costs.least_tokens == 1010 - 7 * 128
-    clock.now = 61.0
-    assert costs.least_tokens == plain.MIN_STEP_TOKENS
+    for clock.now, least in (0.0, 1010 - 7 * 128), (61.0, plain.MIN_STEP_TOKENS):
+        assert costs.least_tokens == least
 
 
 def test_fully_cached_steps_are_not_measured() -> None:
-    costs = plain.StepCosts(Clock())
-    costs.add(1000, 1000, 5.0, before=0)
-    assert costs.least_tokens == plain.MIN_STEP_TOKENS
+    assert make_costs((1000, 1000, 5.0, 0))[0].least_tokens == plain.MIN_STEP_TOKENS

@@ -20,7 +20,7 @@ SCORES = '{"line": 1, "candidates": []}\n'
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Return the arguments for an input of one line and an output that exists."""
+    """Write an input of one line, and an output; return the arguments for them."""
     source, out = tmp_path / "input.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"context": "One", "candidates": [" two"]}\n')
     out.write_text(SCORES)

@@ -49,7 +49,7 @@ class Worker(EngineClient):
 
 
 class Dynamo:
-    """A front end with these instances, which places prompts on a chosen one.
+    """A front end with these instances. It places prompts on a chosen instance.
 
     Attributes:
         fails: the errors that requests raise, by path.

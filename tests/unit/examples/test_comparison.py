@@ -104,7 +104,7 @@ def test_what_is_said_depends_on_the_times_only(
     for each in (seconds, others):
         random.shuffle(each)
     assert comparison.compare("linked", seconds, "warmed", others) == said
-    # Swapped modes swap what is said.
+    # Swapped modes swap the finding.
     end = said.partition(": ")[2]
     swapped = comparison.compare("warmed", others, "linked", seconds).partition(": ")[2]
     assert ("less time" in end) == ("SLOWER" in swapped)

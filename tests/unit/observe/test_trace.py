@@ -1,4 +1,4 @@
-"""Test how traces are written, read and shown, in the terminal and as a page of one file."""
+"""Test how traces are written, read and shown: in the terminal, and as a page."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class FakeEngine:
     Args:
         streams: the ids of its prompt streams.
         needs_key: whether it refuses requests without the right API key.
-        tells: what it tells each channel; then nothing until ``hangs_up``.
+        tells: pieces that it sends on each channel. The channel then stays open until ``hangs_up``.
 
     Attributes:
         requests: the requests that it accepted, except the router's own.

@@ -1,4 +1,4 @@
-"""Test what the routers answer in front of fake engines, and that they keep nothing of it."""
+"""Test the answers of routers in front of fake engines, and that routers keep no request."""
 
 from __future__ import annotations
 

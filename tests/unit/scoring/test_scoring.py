@@ -18,7 +18,7 @@ from flashmoa.scoring import PrefillUsage, Scores, scorer
 from flashmoa.scoring.bulk import BadLine, Line, make_record, read_batches, work_in_order
 from flashmoa.scoring.scores import probability_mass, softmax
 
-LINES = 40_000
+LINES = 80_000
 logprobs = st.lists(
     st.floats(max_value=0, min_value=-2000) | st.just(-math.inf), min_size=1, max_size=30
 )
@@ -159,7 +159,7 @@ async def test_failing_work_stops_all_workers() -> None:
 @pytest.mark.anyio
 async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     source = tmp_path / "lines.jsonl"
-    text = json.dumps({"context": "Is it good?" * 36, "candidates": [" yes", " no"]})
+    text = json.dumps({"context": "Is it good?" * 16, "candidates": [" yes", " no"]})
     source.write_text(f"{text}\n" * LINES)
     count = 0
 
@@ -181,4 +181,4 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert count == LINES - 1000
     assert source.stat().st_size > 15_000_000
-    assert 0 < peak < 1_000_000
+    assert 0 < peak < 1_250_000

@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from flashmoa import observe
 from flashmoa.engine import PromptUsage
+from flashmoa.observe import opentelemetry
 from flashmoa.observe.opentelemetry import OpenTelemetry
 
 B = {"agent": "B", "engine": "http://b:30000"}
@@ -216,7 +217,7 @@ def test_an_unused_link_has_its_openings_span(telemetry: Telemetry) -> None:
 def test_the_oldest_unfinished_are_dropped(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observe.opentelemetry, "_MAX_KEPT", 2)
+    monkeypatch.setattr(opentelemetry, "_MAX_KEPT", 2)
     listener = telemetry.listener()
     for number in range(5):
         agent = {"agent": f"agent-{number}", "engine": "http://b"}

@@ -42,7 +42,6 @@ def error_without(package: str, script: str) -> str:
         ("flashmoa.adk", "openai", "Google's ADK", "adk"),
         ("flashmoa.agent_framework", "agent_framework", "Agent Framework", "agent-framework"),
         ("flashmoa.moa", "numpy", "numpy", "moa"),
-        ("flashmoa.observe.opentelemetry", "opentelemetry", "OpenTelemetry", "opentelemetry"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(

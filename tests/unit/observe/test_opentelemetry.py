@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -228,3 +229,11 @@ def test_the_oldest_unfinished_are_dropped(
     listener.close()
     assert len(telemetry.spans()) == 15
     assert {attributes(span)["error.type"] for span in telemetry.spans().values()} == {"_OTHER"}
+
+
+def test_the_import_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "flashmoa.observe.opentelemetry")
+    message = r"\.opentelemetry needs OpenTelemetry \(.*opentelemetry.*'flashmoa\[opentelemetry\]'$"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        import flashmoa.observe.opentelemetry  # noqa: F401

@@ -38,6 +38,8 @@ _NOT_WITH_DYNAMO = {
 }
 # Requests may still come through a sidecar for this time after it has said that it takes no more.
 _LEAVE_SECONDS = 5.0
+# How often a worker's schedulers are asked whether they go on.
+_ASK_SECONDS = 2.0
 # SGLang's own limit for schedulers that do not answer, as in a long forward, and its default.
 _HANG_LIMIT, _HANG_SECONDS = "SGLANG_HEALTH_CHECK_TIMEOUT", "20"
 _HELP = """\
@@ -311,7 +313,7 @@ class Server:
         """
         if (now := time.monotonic()) < self._ask_again_at:
             return
-        self._ask_again_at = now + 2.0
+        self._ask_again_at = now + _ASK_SECONDS
         is_joined = len(self._processes) > 1
         if self._schedules():
             self._silent_since = math.inf

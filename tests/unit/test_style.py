@@ -65,7 +65,7 @@ def find_imports(
     """Return the modules of the project that ``statements`` of each file import.
 
     Args:
-        files: those that import, by default all of ``sources``.
+        files: the importing files, by default all ``sources``.
     """
     modules = {name_of(path) for path in sources}
     found: dict[str, set[str]] = defaultdict(set)
@@ -82,7 +82,7 @@ def find_imports(
     return found
 
 
-def test_docstrings_of_functions_begin_with_a_verb(sources: dict[Path, ast.Module]) -> None:
+def test_docstrings_begin_with_a_verb(sources: dict[Path, ast.Module]) -> None:
     """Properties are read like attributes, so that their docstrings may begin with a noun."""
     wrong: list[str] = []
     for path, module in sources.items():
@@ -111,7 +111,7 @@ def test_functions_have_at_most_60_lines(sources: dict[Path, ast.Module]) -> Non
     assert not long
 
 
-def test_no_two_classes_of_a_package_have_the_same_name(sources: dict[Path, ast.Module]) -> None:
+def test_classes_of_a_package_differ_in_name(sources: dict[Path, ast.Module]) -> None:
     where: dict[tuple[str, str], list[Path]] = defaultdict(list)
     for path, module in sources.items():
         for node in module.body:
@@ -120,7 +120,7 @@ def test_no_two_classes_of_a_package_have_the_same_name(sources: dict[Path, ast.
     assert not {name: paths for name, paths in where.items() if len(paths) > 1}
 
 
-def test_modules_do_not_import_each_other_in_a_circle(sources: dict[Path, ast.Module]) -> None:
+def test_modules_import_in_no_circle(sources: dict[Path, ast.Module]) -> None:
     """An import for annotations counts: two modules that name each other are one."""
     imports = find_imports(sources, lambda module: module.body + type_checking_imports(module))
     try:
@@ -129,7 +129,7 @@ def test_modules_do_not_import_each_other_in_a_circle(sources: dict[Path, ast.Mo
         pytest.fail("a circle of imports: " + " -> ".join(reversed(error.args[1])))
 
 
-def test_small_modules_are_used_twice_or_tested_alone(sources: dict[Path, ast.Module]) -> None:
+def test_small_modules_are_used_twice_or_tested(sources: dict[Path, ast.Module]) -> None:
     """A small module that only one other imports is a part of that one, in another place.
 
     Modules that programs import, or run, are no part of another one.
@@ -151,7 +151,7 @@ def test_small_modules_are_used_twice_or_tested_alone(sources: dict[Path, ast.Mo
     assert not small
 
 
-def test_no_file_has_the_marks_of_an_unfinished_merge() -> None:
+def test_no_file_has_marks_of_a_merge() -> None:
     marks = ("<" * 7 + " ", ">" * 7 + " ")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     files = [ROOT / name.decode() for name in listed.stdout.split(b"\0") if name]

@@ -22,9 +22,7 @@ def test_the_help_of_flashmoa_mentions_bench(
     assert "flashmoa bench NAME" in printed and "flashmoa plan FILE" in printed
 
 
-def test_an_unknown_benchmark_lists_the_known_ones(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unknown_benchmark_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(["speed"]) == 2
     message = capsys.readouterr().err
     assert "there is no benchmark 'speed'" in message

@@ -11,7 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, AsyncMock, Mock, call
 
 import anyio
 import pytest
@@ -57,27 +57,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     tried: list[tuple[str, str]] = []
     fails = {("plugin", "best"), ("broken", "best"), ("broken", "modest")}
 
-    class Fake:
-        client = SimpleNamespace(url="http://engine")
-        engine = SimpleNamespace(tail=lambda _lines: "the end of its log")
-
-        def __init__(self, key: tuple[str, str]) -> None:
-            self.key = key
-
-        @classmethod
-        async def launch(cls, name: str, _wanted: Wanted, way: Way, _logs: Path) -> Fake:
-            tried.append((name, way.name))
-            return cls((name, way.name))
-
-        async def prepare(self, _limit: float, *, measures: bool) -> dict[str, Any]:
-            if self.key in fails:
+    async def launch(name: str, _wanted: Wanted, way: Way, _logs: Path) -> Any:
+        async def prepare(_limit: float, *, measures: bool) -> dict[str, Any]:
+            if (name, way.name) in fails:
                 raise EngineError("it ended")
             return {"measures": measures}
 
-        async def stop(self) -> None:
-            tried.append((self.key[0], "stopped"))
+        async def stop() -> None:
+            tried.append((name, "stopped"))
 
-    monkeypatch.setattr(engines, "_Running", Fake)
+        tried.append((name, way.name))
+        client = SimpleNamespace(url="http://engine")
+        engine = SimpleNamespace(tail=lambda _lines: "the end of its log")
+        return SimpleNamespace(client=client, engine=engine, prepare=prepare, stop=stop)
+
+    monkeypatch.setattr(engines, "_Running", SimpleNamespace(launch=launch))
     return tried
 
 
@@ -117,31 +111,22 @@ async def test_an_engine_is_asked_after_it_measured(
     measures: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first request of a client ends the measurement, so ours must come later."""
-    done: list[object] = []
-
-    async def start(limit: float) -> None:
-        done.append(limit)
-
-    async def measure(_url: str) -> Any:
-        done.append("measured")
-        return SimpleNamespace(costs=SimpleNamespace(model_dump=lambda: "costs"))
-
-    async def ask(*_: object) -> None:
-        done.append("asked")
-
-    async def read(_url: str) -> dict[str, Any]:
-        return {"version": "0.5.12.post1"}
-
-    monkeypatch.setattr(engines, "wait_for_costs", measure)
-    monkeypatch.setattr(engines, "ask", ask)
-    monkeypatch.setattr(engines, "read_server", read)
+    fakes, costs = Mock(), SimpleNamespace(model_dump=lambda: "costs")
+    fakes.wait_for_costs = AsyncMock(return_value=SimpleNamespace(costs=costs))
+    fakes.ask, fakes.start = AsyncMock(), AsyncMock()
+    fakes.read_server = AsyncMock(return_value={"version": "0.5.12.post1"})
+    for name in ("wait_for_costs", "ask", "read_server"):
+        monkeypatch.setattr(engines, name, getattr(fakes, name))
     engine = LocalEngine(1, 1, tmp_path / "engine.log")
-    monkeypatch.setattr(engine, "wait_until_ready", start)
+    monkeypatch.setattr(engine, "wait_until_ready", fakes.start)
     process: Any = None
     running = engines._Running(process, engine)
     found = await running.prepare(7, measures=measures)
     await running.client.close()
-    assert done == [7, *(["measured"] if measures else []), "asked"]
+    first, *done = fakes.mock_calls
+    assert first == call.start(7)
+    measured = ["wait_for_costs"] if measures else []
+    assert [each[0] for each in done[:-1]] == [*measured, "ask"]
     assert found == {"version": "0.5.12.post1", "costs": "costs" if measures else None}
 
 
@@ -154,25 +139,33 @@ async def test_engines_without_streams_measure_no_costs(tmp_path: Path) -> None:
     assert costs.prefill(8) > 0 and saturation is None
 
 
+async def play_stages(
+    folder: Path, patch: pytest.MonkeyPatch, *stages: tuple[float, Callable[[Run], Any]]
+) -> tuple[int, dict[str, Any]]:
+    """Play stages with these limits in seconds; return the status and the findings."""
+    for number, (limit, action) in enumerate(stages):
+        stage = SimpleNamespace(about="", limit=limit, play=action)
+        patch.setitem(STAGES, str(number), stage)
+    async with gpu_engines(WAYS, folder) as started:
+        run = make_run(folder, started)
+        return await play(run, [str(number) for number in range(len(stages))]), run.found
+
+
+async def hang(_run: Run) -> None:
+    await anyio.sleep_forever()
+
+
 async def test_a_failed_or_slow_stage_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async def fail(_run: Run) -> None:
-        raise EngineError("no engine")
-
-    async def hang(_run: Run) -> None:
-        await anyio.sleep_forever()
-
     async def find(run: Run) -> None:
         run.found["2"] = {"is": "found"}
 
-    for name, action, limit in (("0", fail, 9), ("1", hang, 0.05), ("2", find, 9)):
-        monkeypatch.setitem(STAGES, name, SimpleNamespace(about="", limit=limit, play=action))
-    async with gpu_engines(WAYS, tmp_path) as started:
-        run = make_run(tmp_path, started)
-        assert await play(run, ["0", "1", "2"]) == 2
-    assert "no engine" in run.found["0 problem"] and "ended" in run.found["1 problem"]
-    assert run.found["2"] == {"is": "found"} and (tmp_path / "results.json").exists()
+    stages = (9, AsyncMock(side_effect=EngineError("no engine"))), (0.05, hang), (9, find)
+    status, found = await play_stages(tmp_path, monkeypatch, *stages)
+    assert status == 2
+    assert "no engine" in found["0 problem"] and "ended" in found["1 problem"]
+    assert found["2"] == {"is": "found"} and (tmp_path / "results.json").exists()
 
 
 @pytest.mark.usefixtures("launches")
@@ -185,27 +178,22 @@ async def test_starts_do_not_count_against_a_limit(
     async def use_and_find(run: Run) -> None:
         await run.use("stock")
         run.found["0"] = "found"
-        await anyio.sleep_forever()
+        await hang(run)
 
-    stage = SimpleNamespace(about="", limit=0.1, play=use_and_find)
-    monkeypatch.setitem(STAGES, "0", stage)
     monkeypatch.setattr(engines.GpuEngines, "use", start)
-    async with gpu_engines(WAYS, tmp_path) as started:
-        run = make_run(tmp_path, started)
-        assert await play(run, ["0"]) == 1
-    assert run.found["0"] == "found" and "ended" in run.found["0 problem"]
+    status, found = await play_stages(tmp_path, monkeypatch, (0.1, use_and_find))
+    assert status == 1
+    assert found["0"] == "found" and "ended" in found["0 problem"]
 
 
 def test_times_are_compared_with_the_same_gpus() -> None:
-    expected = {
-        "h100_sxm": {"prefills": {"1": 9.0}, "decodes": {"1x8": 9.0}},
-        "h200_sxm": {"prefills": {"1": 1.0}, "decodes": {"1x8": 3.0}},
-    }
-    found = forwards.errors(
-        expected, {"prefills": {"1": 2.0}, "decodes": {"1x8": 2.0}}, "NVIDIA H200"
-    )
+    def times(prefill: float, decode: float) -> dict[str, Any]:
+        return {"prefills": {"1": prefill}, "decodes": {"1x8": decode}}
+
+    expected = {"h100_sxm": times(9.0, 9.0), "h200_sxm": times(1.0, 3.0)}
+    found = forwards.errors(expected, times(2.0, 2.0), "NVIDIA H200")
     assert found["modelled_gpu"] == "h200_sxm"
-    assert found["error"] == {"prefills": {"1": -0.5}, "decodes": {"1x8": 0.5}}
+    assert found["error"] == times(-0.5, 0.5)
     assert found["median_error"] == {"prefills": 0.5, "decodes": 0.5}
 
 
@@ -278,21 +266,18 @@ def test_dummy_weights_are_equal_and_matter(
     assert all(torch.equal(weight, two[name]) for name, weight in one.items())
     assert torch.equal(one["norm.weight"], torch.ones(4))
     assert not torch.equal(one["up.weight"][:1, :4].flatten(), one["up.bias"][:4])
-
     places: list[str] = []
-    generator, empty_like = torch.Generator, torch.empty_like
 
-    def make_generator(device: torch.device) -> torch.Generator:
-        places.append(device.type)
-        return generator()
+    def noting(make: Any) -> Any:
+        def made(*arguments: Any, device: torch.device) -> Any:
+            places.append(device.type)
+            return make(*arguments)
 
-    def make_empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        places.append(device.type)
-        return empty_like(like)
+        return made
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "Generator", make_generator)
-    monkeypatch.setattr(torch, "empty_like", make_empty)
+    monkeypatch.setattr(torch, "Generator", noting(torch.Generator))
+    monkeypatch.setattr(torch, "empty_like", noting(torch.empty_like))
     for weights in (one, make()):
         assert 0.01 < weights["up.weight"].abs().max() <= shims.WEIGHTS
     assert places == ["cuda"] * 4
@@ -309,9 +294,7 @@ def test_the_shims_patch_imported_modules(
     assert compiled_kernel.can_use_it(8) is False
     # SGLang imports this name of a missing package. Nothing else of the package is found.
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-    from flashinfer.prefill import (
-        cudnn_batch_prefill_with_kv_cache,
-    )
+    from flashinfer.prefill import cudnn_batch_prefill_with_kv_cache
 
     assert cudnn_batch_prefill_with_kv_cache is None
     with pytest.raises(ImportError):
@@ -337,9 +320,8 @@ def test_a_kit_that_is_too_large_is_refused(prepare: ModuleType, tmp_path: Path)
 
 def test_the_kit_has_entry_points_and_models(prepare: ModuleType, tmp_path: Path) -> None:
     prepare.write_metadata(tmp_path)
-    (plugin,) = tmp_path.glob("flashmoa_sglang-*.dist-info")
-    text = (plugin / "entry_points.txt").read_text()
-    assert text.splitlines() == [
+    (file,) = tmp_path.glob("flashmoa_sglang-*.dist-info/entry_points.txt")
+    assert file.read_text().splitlines() == [
         "[sglang.srt.plugins]",
         "flashmoa = flashmoa_sglang.sglang.hooks:register",
         "[sglang.srt.platforms]",

@@ -37,9 +37,7 @@ def tables() -> MeasuredTables:
 
 
 @given(REQUESTS)
-def test_equal_prefills_cost_as_much_as_real_ones(
-    requests: list[tuple[int, int]],
-) -> None:
+def test_equal_prefills_cost_as_much_as_real_ones(requests: list[tuple[int, int]]) -> None:
     equal = Prefills.of(requests)
     assert equal.requests == len(requests)
     assert equal.tokens == sum(new for _, new in requests)
@@ -53,29 +51,27 @@ def test_equal_prefills_cost_as_much_as_real_ones(
     assert Prefills.of([]) == Prefills.of([(9, 0)]) == Prefills()
 
 
+def prefill(cached: int, new: int) -> Forward:
+    return Forward(Prefills.of([(cached, new)]))
+
+
 def test_measured_times_are_those_of_the_package(tables: MeasuredTables) -> None:
     for cached, new in ((0, 1), (0, 2048), (2000, 64), (8000, 512)):
         expected = tables.engine.predict_prefill_latency(1, cached + new, cached) / 1000
-        assert tables.seconds(Forward(Prefills.of([(cached, new)]))) == pytest.approx(expected)
+        assert tables.seconds(prefill(cached, new)) == pytest.approx(expected)
     for requests, context in ((1, 100), (8, 2000), (64, 4000)):
         expected = tables.engine.predict_decode_latency(requests, context) / 1000
-        decoding = Forward(decodes=requests, context=context)
-        assert tables.seconds(decoding) == pytest.approx(expected)
+        assert tables.seconds(Forward(decodes=requests, context=context)) == pytest.approx(expected)
     assert tables.seconds(Forward()) == 0
 
 
-def test_a_mixed_forward_costs_less_than_its_parts(
-    tables: MeasuredTables,
-) -> None:
-    prefills = Prefills.of([(2000, 256)])
-    parts = tables.seconds(Forward(prefills)), tables.seconds(Forward(decodes=8, context=2000))
-    mixed = tables.seconds(Forward(prefills, 8, 2000))
-    assert max(parts) < mixed < sum(parts)
+def test_a_mixed_forward_costs_less_than_its_parts(tables: MeasuredTables) -> None:
+    alone = prefill(2000, 256)
+    parts = tables.seconds(alone), tables.seconds(Forward(decodes=8, context=2000))
+    assert max(parts) < tables.seconds(Forward(alone.prefills, 8, 2000)) < sum(parts)
 
 
-def test_a_token_more_than_a_block_costs_a_block(
-    tables: MeasuredTables,
-) -> None:
+def test_a_token_more_than_a_block_costs_a_block(tables: MeasuredTables) -> None:
     for decodes in (1, 4, 7):
         two, one, more = (
             tables.seconds(Forward(Prefills(1, 128 - decodes + extra, 1024), decodes, 1024))
@@ -89,32 +85,27 @@ def test_a_token_more_than_a_block_costs_a_block(
 def test_no_forward_is_faster_than_its_roofline(
     requests: int, new: int, decodes: int, context: int
 ) -> None:
-    gpu, model = Gpu.load("h100_sxm"), Model.load(QWEN)
-    forward = Forward(
-        Prefills.of([(context, max(1, new // requests))] * requests), decodes, context
-    )
-    bound = Roofline(gpu, model).seconds(forward)
+    prefills = Prefills.of([(context, max(1, new // requests))] * requests)
+    forward = Forward(prefills, decodes, context)
+    bound = Roofline(Gpu.load("h100_sxm"), Model.load(QWEN)).seconds(forward)
     assert 0 < bound < measured_h100().seconds(forward)
 
 
-@cache
-def measured_h100() -> MeasuredTables:
-    return MeasuredTables("h100_sxm", QWEN)
+measured_h100 = cache(lambda: MeasuredTables("h100_sxm", QWEN))
 
 
 def test_a_roofline_counts_reads_and_arithmetic() -> None:
     gpu, model = Gpu("gpu", 10**11, 1e12, 1e15, 1e10), Model.load(QWEN)
-    roofline = Roofline(gpu, model)
+    step = Forward(decodes=1, context=1)
     # A step reads its tokens' rows of the embeddings only.
     read = model.weight_bytes - 2 * model.head_weights
-    assert roofline.seconds(Forward(decodes=1, context=1)) == pytest.approx(read / 1e12, rel=1e-3)
+    for tp in (1, 2):
+        seconds = Roofline(gpu, model, tp).seconds(step)
+        assert seconds == pytest.approx(read / (tp * 1e12), rel=1e-3)
     layers = model.weight_bytes / 2 - 2 * model.head_weights
-    prefill = roofline.seconds(Forward(Prefills.of([(0, 8192)])))
     pairs = 8192**2 / 2 * 4 * 64 * 128 * model.layers
-    assert prefill == pytest.approx((2 * layers * 8192 + pairs) / 1e15, rel=0.01)
-    assert Roofline(gpu, model, 2).seconds(Forward(decodes=1, context=1)) == pytest.approx(
-        read / 2e12, rel=1e-3
-    )
+    seconds = Roofline(gpu, model).seconds(prefill(0, 8192))
+    assert seconds == pytest.approx((2 * layers * 8192 + pairs) / 1e15, rel=0.01)
 
 
 def test_a_step_reads_only_the_needed_experts() -> None:
@@ -180,14 +171,16 @@ def test_a_data_sheet_of_ones_own_gives_a_roofline(
 
 
 def test_fp8_weights_are_smaller_and_faster() -> None:
-    gpu = Gpu.load("h200_sxm")
+    gpu, step = Gpu.load("h200_sxm"), Forward(decodes=1, context=1)
     plain, fp8 = Model.load(QWEN), Model.load(QWEN, "fp8_block")
     assert fp8.weight_bytes == pytest.approx(plain.weight_bytes / 2, rel=0.05)
-    step = Forward(decodes=1, context=1)
-    assert Roofline(gpu, fp8).seconds(step) < 0.6 * Roofline(gpu, plain).seconds(step)
-    tables = (MeasuredTables("h200_sxm", QWEN, 1, weights) for weights in ("bfloat16", "fp8_block"))
-    in_bfloat16, in_fp8 = (table.seconds(step) for table in tables)
-    assert Roofline(gpu, fp8).seconds(step) < in_fp8 < 0.8 * in_bfloat16
+    bound = Roofline(gpu, fp8).seconds(step)
+    assert bound < 0.6 * Roofline(gpu, plain).seconds(step)
+    in_bfloat16, in_fp8 = (
+        MeasuredTables("h200_sxm", QWEN, 1, weights).seconds(step)
+        for weights in ("bfloat16", "fp8_block")
+    )
+    assert bound < in_fp8 < 0.8 * in_bfloat16
     with pytest.raises(ValueError, match="a100_sxm has no FP8"):
         Roofline(Gpu.load("a100_sxm"), fp8)
     with pytest.raises(ValueError, match=r"no times for .* \(fp8\) on a100_sxm"):
@@ -255,6 +248,11 @@ def test_a_batch_has_prefills_and_decodes() -> None:
     assert mixed == Forward(Prefills(1, 5, 10), 2, 150)
 
 
+def counted(forwards: TimedForwards) -> dict[str, Any]:
+    state = SimpleNamespace(internal_state={})
+    return forwards.report(lambda *_: state)(None, None).internal_state["modelled_gpu"]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
     machine = Machine()
@@ -278,19 +276,15 @@ def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
         assert first.copy_done.query()
     assert machine.time == 2.0
     assert run_batch(scheduler, None).copy_done is None
-    state = SimpleNamespace(internal_state={})
-    counted = forwards.report(lambda _scheduler, _request: state)(scheduler, None).internal_state
-    gpu = counted["modelled_gpu"]
+    gpu = counted(forwards)
     assert (gpu["forwards"], gpu["overruns"], gpu["starved_seconds"]) == (2, 0, 0)
     machine.time += 0.5
     run_batch(scheduler, decoding())
-    forwards.report(lambda _scheduler, _request: state)(scheduler, None)
-    assert counted["modelled_gpu"]["starved_seconds"] == 0.5
+    assert counted(forwards)["starved_seconds"] == 0.5
 
 
 def test_the_cpu_time_of_forwards_is_counted() -> None:
     forwards = timed(Machine(), 1.0)
-    state = SimpleNamespace(internal_state={})
 
     def compute(_runner: Any, _batch: Any) -> None:
         until = time.process_time() + 0.01
@@ -298,8 +292,7 @@ def test_the_cpu_time_of_forwards_is_counted() -> None:
             pass
 
     forwards.notice(compute)(None, decoding())
-    told = forwards.report(lambda _scheduler, _request: state)(None, None)
-    assert told.internal_state["modelled_gpu"]["computing_seconds"] >= 0.01
+    assert counted(forwards)["computing_seconds"] >= 0.01
 
 
 def test_kv_arrives_when_the_link_has_sent_it() -> None:
@@ -309,9 +302,8 @@ def test_kv_arrives_when_the_link_has_sent_it() -> None:
     gpu = ModelledGpu(Gpu("gpu", 1, 1, 1, 50_000), model, 2, SimpleNamespace())
     numbers: Any = SimpleNamespace(Success=4, Transferring=3)
     transfers = TimedTransfers(gpu, numbers, Clock(machine.now, machine.sleep))
-    queue = SimpleNamespace(
-        scheduler=SimpleNamespace(server_args=SimpleNamespace(chunked_prefill_size=200))
-    )
+    arguments = SimpleNamespace(chunked_prefill_size=200)
+    queue = SimpleNamespace(scheduler=SimpleNamespace(server_args=arguments))
     states = [3, 4, 4]
     awaited = [
         SimpleNamespace(
@@ -321,13 +313,14 @@ def test_kv_arrives_when_the_link_has_sent_it() -> None:
         for i, tokens in enumerate((100, 100, 450))
     ]
     transfers.delay(lambda _queue, requests: requests)(queue, awaited)
-    poll = [each.kv_receiver.poll for each in awaited]
     assert awaited[2].kv_receiver.room == 2
-    assert [one() for one in poll] == [3, 3, 3]
-    machine.time = 1.0
-    assert [one() for one in poll] == [3, 4, 3]
-    # Of the third, the last chunk of 50 tokens was sent after that.
-    machine.time = 1.5
-    assert [one() for one in poll] == [3, 4, 4]
+
+    def polled() -> list[int]:
+        return [each.kv_receiver.poll() for each in awaited]
+
+    # Of the third, the last chunk of 50 tokens is sent after 1 s.
+    for at, expected in (0.0, [3, 3, 3]), (1.0, [3, 4, 3]), (1.5, [3, 4, 4]):
+        machine.time = at
+        assert polled() == expected
     states[0] = 0
-    assert poll[0]() == 0
+    assert polled()[0] == 0

@@ -93,7 +93,7 @@ def test_confidences_depend_on_agent_and_seed() -> None:
 
 
 def similarities(one: float, two: float, three: float) -> list[float]:
-    """Make rows for these similarities, and return the similarities that they have."""
+    """Make rows for these similarities, and return the similarities of the rows."""
     made = make_rows([[1, one, two], [one, 1, three], [two, three, 1]])
     rows = [normalise(row) for row in made]
     return [frobenius_cosine(first, other) for first, other in combinations(rows, 2)]

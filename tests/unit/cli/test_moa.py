@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import pytest
 import uvicorn
-from anyio.abc import SocketStream
 
 from flashmoa.cli import moa
 from flashmoa.engine.local import free_port
-from tests.unit.engine.faulty_engine import listening, receive, send
+from tests.integration.router.serving import serve as serve_app
 from tests.unit.moa.scripted_engine import Script, scripted_engine
+from tests.unit.router.support import FakeEngine
 
 NOWHERE = "http://127.0.0.1:9"
 MODEL = 'engine = "URL", model = "m"'
 LAYERS = f"layers = [{{models = [{{{MODEL}, repeat = 3}}]}}, {{models = [{{{MODEL}}}]}}]\n"
+EARLY = 'early_exit = {embedder = "URL"}\n'
 
 
 async def check(
@@ -35,19 +35,29 @@ async def check(
     return output, engine.bodies
 
 
-async def test_a_request_has_the_form_that_the_system_needs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+async def serve(path: Path, url: str, port: int = 0) -> None:
+    await anyio.Path(path).write_text(LAYERS.replace("URL", url))
+    command = ["serve", str(path), "--port", str(port or free_port())]
+    assert await anyio.to_thread.run_sync(moa.main, command) == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "has", "lacks"),
+    [
+        ("", {"max_tokens"}, {"logprobs", "continue_final_message"}),
+        ('kind = "staircase"\n', {"continue_final_message"}, {"logprobs"}),
+        (EARLY, {"logprobs"}, {"continue_final_message"}),
+    ],
+)
+async def test_a_request_has_the_form_that_is_needed(
+    first: str, has: set[str], lacks: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown, [body] = await check(tmp_path, capsys, LAYERS)
-    assert "nothing to fix" in shown and body["max_tokens"] == 1
-    assert not body.keys() & {"logprobs", "continue_final_message"}
-    _, [body] = await check(tmp_path, capsys, f'kind = "staircase"\n{LAYERS}')
-    assert body["continue_final_message"] and "logprobs" not in body
-    _, [body] = await check(tmp_path, capsys, f'early_exit = {{embedder = "URL"}}\n{LAYERS}')
-    assert body["logprobs"] and "continue_final_message" not in body
+    shown, [body] = await check(tmp_path, capsys, f"{first}{LAYERS}")
+    assert all(body[name] for name in has) and not body.keys() & lacks
+    assert first or ("nothing to fix" in shown and body["max_tokens"] == 1)
 
 
-async def test_an_engine_that_refuses_or_lacks_probabilities_is_to_be_fixed(
+async def test_an_engine_needs_probabilities(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, _ = await check(tmp_path, capsys, LAYERS, [("end", "abort")])
@@ -59,23 +69,20 @@ async def test_an_engine_that_refuses_or_lacks_probabilities_is_to_be_fixed(
 
     monkeypatch.setattr(moa, "_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr("flashmoa.moa.config.EngineEmbedder", lambda *_: Silent())
-    early = f'early_exit = {{embedder = "URL"}}\n{LAYERS}'
-    shown, _ = await check(tmp_path, capsys, early, [])
+    shown, _ = await check(tmp_path, capsys, f"{EARLY}{LAYERS}", [])
     assert "gives no log-probabilities" in shown
     assert "it did not answer within 0.3 s" in shown
 
 
 @pytest.mark.parametrize("up", [True, False])
-async def test_a_server_names_the_engines_that_do_not_answer_and_starts(
+async def test_a_server_names_absent_engines_and_starts(
     up: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[object] = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda _, sockets: served.extend(sockets))
     path, port = tmp_path / "moa.toml", free_port()
     async with scripted_engine({"m": ["Tuesday"]}) as (engine, _):
-        path.write_text(LAYERS.replace("URL", engine.url if up else NOWHERE))
-        command = ["serve", str(path), "--port", str(port)]
-        assert await anyio.to_thread.run_sync(moa.main, command) == 0
+        await serve(path, engine.url if up else NOWHERE, port)
     printed = capsys.readouterr()
     assert len(served) == 1 and printed.out == f"flashmoa: moa on http://127.0.0.1:{port}/v1\n"
     # Agents ask the same engine with one key, so that it is named once.
@@ -84,24 +91,11 @@ async def test_a_server_names_the_engines_that_do_not_answer_and_starts(
     assert up == (not printed.err)
 
 
-async def test_a_server_names_an_engine_that_refuses_its_key(
+async def test_a_server_names_a_refused_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @dataclass
-    class Refusing:
-        url: str
-
-        async def serve(self, client: SocketStream) -> None:
-            async with client:
-                await receive(client)
-                await send(client, 401, {"error": "Unauthorized"})
-
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_: None)
-    path = tmp_path / "moa.toml"
-    async with listening(Refusing) as engine:
-        path.write_text(LAYERS.replace("URL", engine.url))
-        command = ["serve", str(path), "--port", str(free_port())]
-        assert await anyio.to_thread.run_sync(moa.main, command) == 0
-    assert (
-        f"flashmoa moa: {engine.url} refuses this API key, or needs one" in capsys.readouterr().err
-    )
+    async with serve_app(FakeEngine().app()) as url:
+        await serve(tmp_path / "moa.toml", url)
+    problem = f"flashmoa moa: {url} refuses this API key, or needs one"
+    assert problem in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -13,18 +14,20 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 from flashmoa.cli import moa, router, serve
+from flashmoa.cli.ports import bind
 from flashmoa.engine.local import free_port
 
+# Another program instead of SGLang, the engine's URL, how long it may drain, and its sidecar.
 SERVER = """
 import sys
 from flashmoa.cli import serve
-from flashmoa.cli.serve import Server
-serve._LEAVE_SECONDS = 2
+serve._LEAVE_SECONDS, serve._ASK_SECONDS = 1, 0.1
 instead, url, drain_seconds, *sidecar = sys.argv[1:]
 sidecar = [sys.executable, "-c", *sidecar] if sidecar else []
-server = Server([sys.executable, "-c", instead], url, float(drain_seconds), sidecar)
+server = serve.Server([sys.executable, "-c", instead], url, float(drain_seconds), sidecar)
 print("ended:", server.run(), flush=True)
 """
 
@@ -32,12 +35,22 @@ print("ended:", server.run(), flush=True)
 def start(
     instead: str, drain_seconds: str = "30", url: str = "http://127.0.0.1:9", *sidecar: str
 ) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SERVER, instead, url, drain_seconds, *sidecar],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", SERVER, instead, url, drain_seconds, *sidecar]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def read_line(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+def ends(process: int) -> bool:
+    """Wait until a process has ended."""
+    descriptor = os.pidfd_open(process)
+    try:
+        return bool(select.select([descriptor], [], [], 60)[0])
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +70,8 @@ def test_a_failed_start_ends_with_one_sentence(instead: str, status: int, ended:
 
 
 def test_interrupt_during_start_leaves_no_process() -> None:
-    process = start("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
-    assert process.stdout is not None
-    child = int(process.stdout.readline())
+    process = start("import os, time; print('id', os.getpid(), flush=True); time.sleep(100)")
+    _, child = read_line(process)
     process.send_signal(signal.SIGINT)
     out, progress = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "ended: 0\n")
@@ -76,15 +88,16 @@ def test_a_stopped_server_may_drain(drain_seconds: str, finishes: bool) -> None:
         "print('started', flush=True); time.sleep(100)"
     )
     process = start(drains, drain_seconds)
-    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    assert read_line(process) == ["started"]
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert out == ("finished\n" if finishes else "") + "ended: 0\n"
 
 
-# A route answers its statuses in turn, and the last one from then on. It ends when it is ready.
-ANSWERS = """
-import http.server, ssl
+# A route answers its statuses in turn, and the last one from then on. One scheduler of two hangs
+# while a file is there.
+HTTP_ENGINE = """
+import http.server, json, os, ssl
 
 class Engine(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -94,7 +107,13 @@ class Engine(http.server.BaseHTTPRequestHandler):
             print(self.path, status, flush=True)
         self.send_response(status)
         self.end_headers()
+        if self.path == "/flashmoa/info":
+            kv = [{}] if os.path.exists(HANGS) else [{}, {}]
+            self.wfile.write(json.dumps({"kv": kv, "data_parallel_ranks": 2}).encode())
         server.is_ready = status == 200
+
+    def log_message(self, *_):
+        pass
 
 server = http.server.HTTPServer(("127.0.0.1", PORT), Engine)
 if CERTIFICATE:
@@ -102,32 +121,17 @@ if CERTIFICATE:
     context.load_cert_chain(*CERTIFICATE)
     server.socket = context.wrap_socket(server.socket, server_side=True)
 server.is_ready = False
-while not server.is_ready:
+while not (ENDS and server.is_ready):
     server.handle_request()
 """
+READY = {"/health/ready": [200]}
 
-# With one scheduler of two hanging, while a file is there.
-SCHEDULES = """
-import http.server, json, os
-
-class Engine(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        kv = [{}] if os.path.exists(HANGS) else [{}, {}]
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"kv": kv, "data_parallel_ranks": 2}).encode())
-
-    def log_message(self, *_):
-        pass
-
-http.server.HTTPServer(("127.0.0.1", PORT), Engine).serve_forever()
-"""
 
 DRAINS = """
 import os, signal, sys, time
 
 def end(*_):
-    time.sleep(0.5 if NAME == "sidecar" else 0)
+    time.sleep(0.3 if NAME == "sidecar" else 0)
     print(NAME, "was asked", flush=True)
     if NAME == "engine":
         sys.exit()
@@ -137,36 +141,40 @@ print(NAME, os.getpid(), flush=True)
 """
 
 
-def engine_at(
-    port: int,
-    statuses: dict[str, list[int]] | None = None,
-    *,
-    prints: bool = False,
-    certificate: list[str] | None = None,
-) -> str:
-    """Return a program that answers like an engine, by default like one that is ready."""
-    names = f"PORT, PRINTS, CERTIFICATE = {port}, {prints}, {certificate}\n"
-    return f"{names}STATUSES = {statuses or {'/health/ready': [200]}}\n{ANSWERS}"
+def engine_at(port: int, statuses: dict[str, list[int]] = READY, **more: object) -> str:
+    """Return a program that answers like an engine, and ends once the engine is ready.
+
+    Args: more: `PRINTS`, whether it prints requests; `CERTIFICATE`, its files; `ENDS`; `HANGS`.
+    """
+    defaults = {"PRINTS": False, "CERTIFICATE": None, "ENDS": True, "HANGS": ""}
+    names = {"PORT": port, "STATUSES": statuses, **defaults, **more}
+    return "".join(f"{name} = {value!r}\n" for name, value in names.items()) + HTTP_ENGINE
 
 
 @pytest.fixture
-def engine_and_sidecar() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
-    """Start an engine, and what brings it requests; yield them with the ids of both processes."""
-    port = free_port()
-    engine = f"NAME = 'engine'\n{DRAINS}{engine_at(port)}time.sleep(100)"
+def engine_and_sidecar(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """Start an engine, and what brings it requests; yield them with the ids of both processes.
+
+    Its schedulers hang while there is a file `hangs`.
+    """
+    monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "1")
+    port, statuses = free_port(), {**READY, "/flashmoa/info": [200]}
+    engine = engine_at(port, statuses, ENDS=False, HANGS=str(tmp_path / "hangs"))
     sidecar = f"NAME = 'sidecar'\n{DRAINS}time.sleep(100)"
-    process = start(engine, "30", f"http://127.0.0.1:{port}", sidecar)
-    assert process.stdout is not None
-    lines = [process.stdout.readline().split() for _ in range(3)]
-    assert [line[0] for line in lines] == ["engine", "flashmoa:", "sidecar"]
-    with process:
+    url = f"http://127.0.0.1:{port}"
+    with start(f"NAME = 'engine'\n{DRAINS}{engine}", "30", url, sidecar) as process:
+        lines = [read_line(process) for _ in range(3)]
+        assert [line[0] for line in lines] == ["engine", "flashmoa:", "sidecar"]
         yield process, int(lines[0][1]), int(lines[2][1])
         process.kill()
 
 
-def test_a_sidecar_leaves_first_and_ends_last(
-    engine_and_sidecar: tuple[subprocess.Popen[str], int, int],
-) -> None:
+Started = tuple[subprocess.Popen[str], int, int]
+
+
+def test_a_sidecar_leaves_first_and_ends_last(engine_and_sidecar: Started) -> None:
     process, _, sidecar = engine_and_sidecar
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
@@ -174,9 +182,7 @@ def test_a_sidecar_leaves_first_and_ends_last(
     assert not Path(f"/proc/{sidecar}").exists()
 
 
-def test_an_engine_without_its_sidecar_fails(
-    engine_and_sidecar: tuple[subprocess.Popen[str], int, int],
-) -> None:
+def test_an_engine_without_its_sidecar_fails(engine_and_sidecar: Started) -> None:
     process, engine, sidecar = engine_and_sidecar
     os.kill(sidecar, signal.SIGKILL)
     out, errors = process.communicate(timeout=60)
@@ -185,40 +191,26 @@ def test_an_engine_without_its_sidecar_fails(
 
 
 def test_a_sidecar_is_gone_while_schedulers_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_and_sidecar: Started, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "1")
-    hangs, port = tmp_path / "hangs", free_port()
-    names = f"NAME, PORT, HANGS = 'engine', {port}, {str(hangs)!r}\n"
-    sidecar = f"NAME = 'sidecar'\n{DRAINS}time.sleep(100)"
-    process = start(names + DRAINS + SCHEDULES, "30", f"http://127.0.0.1:{port}", sidecar)
-    with process:
-        assert process.stdout is not None
-        _, _, (name, first) = [process.stdout.readline().split() for _ in range(3)]
-        sidecar_end = os.pidfd_open(int(first))
-        hangs.touch()
-        assert select.select([sidecar_end], [], [], 60)[0]
-        os.close(sidecar_end)
-        hangs.unlink()
-        # It may have been killed before it could say that it was asked to leave.
-        while (line := process.stdout.readline().split())[1:] == ["was", "asked"]:
-            pass
-        assert line[0] == name == "sidecar" and line[1] != first
-        process.send_signal(signal.SIGTERM)
-        out, errors = process.communicate(timeout=60)
+    process, _, first = engine_and_sidecar
+    (tmp_path / "hangs").touch()
+    assert ends(first)
+    (tmp_path / "hangs").unlink()
+    # It may have been killed before it could say that it was asked to leave.
+    while (line := read_line(process))[1:] == ["was", "asked"]:
+        pass
+    assert line[0] == "sidecar" and line[1] != f"{first}"
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
     assert out.splitlines() == ["sidecar was asked", "engine was asked", "ended: 0"]
     assert "its schedulers hang" in errors and "joins Dynamo again" in errors
 
 
-def test_nothing_survives_a_command_that_is_killed(
-    engine_and_sidecar: tuple[subprocess.Popen[str], int, int],
-) -> None:
+def test_nothing_survives_a_killed_command(engine_and_sidecar: Started) -> None:
     process, *children = engine_and_sidecar
-    waited_for = [os.pidfd_open(child) for child in children]
     process.kill()
-    for descriptor in waited_for:
-        assert select.select([descriptor], [], [], 60)[0]
-        os.close(descriptor)
+    assert all(map(ends, children))
 
 
 def test_a_signal_during_the_start_is_not_lost() -> None:
@@ -239,14 +231,14 @@ def test_a_signal_during_the_start_is_not_lost() -> None:
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_proxies_and_certificates_do_not_matter(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     files = [str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")]
     make = ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-subj", "/CN=elsewhere"]
     subprocess.run([*make, "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
     port = free_port()
-    engine = engine_at(port, certificate=files if scheme == "https" else None)
+    engine = engine_at(port, CERTIFICATE=files if scheme == "https" else None)
     url = f"{scheme}://127.0.0.1:{port}"
     out, _ = start(engine, url=url).communicate(timeout=60)
     assert f"flashmoa: ready on {url} " in out
@@ -269,19 +261,18 @@ def test_a_server_is_ready_when_it_has_warmed_up(
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    out, _ = start(engine_at(port, statuses, prints=True), url=url).communicate(timeout=60)
+    out, _ = start(engine_at(port, statuses, PRINTS=True), url=url).communicate(timeout=60)
     ready = f"flashmoa: ready on {url} (OpenAI API: {url}/v1)"
     assert out.splitlines()[:-1] == [*asked, ready]
 
 
 def test_the_ready_line_stands_out_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     serve.Server([], "http://h:1", 1)._print_ready()
-    assert capsys.readouterr().out == (
-        "\n\033[1mflashmoa: ready on http://h:1 (OpenAI API: http://h:1/v1)\033[0m\n\n"
-    )
+    line = "flashmoa: ready on http://h:1 (OpenAI API: http://h:1/v1)"
+    assert capsys.readouterr().out == f"\n\033[1m{line}\033[0m\n\n"
 
 
 def test_the_address_is_read_from_the_config_file(tmp_path: Path) -> None:
@@ -295,8 +286,12 @@ def test_the_address_is_read_from_the_config_file(tmp_path: Path) -> None:
     assert options.drain_seconds == 5 and of_sglang == given
 
 
+MODEL = ["--model-path", "a/b"]
+DYNAMO = [*MODEL, "--dynamo"]
+
+
 @pytest.fixture
-def dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+def dynamo(monkeypatch: MonkeyPatch) -> None:
     """Have Dynamo installed, and every argument accepted."""
     for name in ("_check_installation", "_check_arguments", "find_spec"):
         monkeypatch.setattr(serve, name, MagicMock())
@@ -311,12 +306,13 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
         ("10.0.0.5", "http://10.0.0.5:30002"),
     ],
 )
+@pytest.mark.usefixtures("dynamo")
 def test_a_sidecar_asks_where_its_engine_listens(
-    host: str, endpoint: str, monkeypatch: pytest.MonkeyPatch, dynamo: None
+    host: str, endpoint: str, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "bind", MagicMock())
     monkeypatch.setattr(serve, "Server", started := MagicMock())
-    serve.main(["--model-path", "a/b", "--dynamo", "--host", host])
+    serve.main([*MODEL, "--dynamo", "--host", host])
     command, _, _, sidecar = started.call_args.args
     assert sidecar[-2:] == ["--grpc-endpoint", endpoint]
     assert command[command.index("--grpc-port") + 1] == endpoint.rpartition(":")[2]
@@ -325,20 +321,28 @@ def test_a_sidecar_asks_where_its_engine_listens(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--model-path", "a/b", "--drain-seconds", "-1"], "--drain-seconds -1 is not at least 0"),
+        ([*MODEL, "--drain-seconds", "-1"], "--drain-seconds -1 is not at least 0"),
         (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
         (["--tp", "2"], "no model is given; add --model-path PATH"),
-        (["--model-path", "a/b", "--port", "99999"], "--port 99999 is not between 1 and 65535"),
-        (["--model-path", "a/b", "--host", "no.invalid"], "cannot listen on no.invalid:30000"),
-        (["--model-path", "a/b"], "SGLANG_HEALTH_CHECK_TIMEOUT=20s is no whole number"),
+        ([*MODEL, "--port", "99999"], "--port 99999 is not between 1 and 65535"),
+        ([*MODEL, "--host", "no.invalid"], "cannot listen on no.invalid:30000"),
+        (MODEL, "SGLANG_HEALTH_CHECK_TIMEOUT=20s is no whole number"),
+        # A worker of Dynamo has its ports, and no key.
+        ([*DYNAMO, "--port", "65535"], "--dynamo takes the three after it"),
+        ([*DYNAMO, "--grpc-port", "30009"], "--grpc-port does not go with --dynamo, which sets it"),
+        ([*DYNAMO, "--kv-events-config", "{}"], "--kv-events-config does not go with --dynamo"),
+        ([*DYNAMO, "--api-key", "key"], "keep the ports private"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(
     arguments: list[str],
     problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: MonkeyPatch,
+    capsys: CaptureFixture[str],
 ) -> None:
+    if "--dynamo" in arguments:
+        request.getfixturevalue("dynamo")
     if "SGLANG" in problem:
         monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "20s")
     assert serve.main(arguments) == 2
@@ -373,7 +377,7 @@ def test_bad_options_are_refused(
     command: Callable[[list[str]], int],
     arguments: list[str],
     problem: str,
-    capsys: pytest.CaptureFixture[str],
+    capsys: CaptureFixture[str],
 ) -> None:
     is_help = arguments == ["--help"]
     with pytest.raises(SystemExit) as ended:
@@ -382,7 +386,7 @@ def test_bad_options_are_refused(
     assert problem in capsys.readouterr()[not is_help]
 
 
-def test_an_interrupted_check_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_check_ends_with_130(monkeypatch: MonkeyPatch) -> None:
     def interrupt(_: object) -> int:
         raise KeyboardInterrupt
 
@@ -400,7 +404,7 @@ def test_an_interrupted_check_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_a_failed_router_announces_nothing(
-    arguments: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], problem: str, tmp_path: Path, capsys: CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text("model_type: llama")
@@ -412,7 +416,7 @@ def test_a_failed_router_announces_nothing(
 
 
 def test_a_router_announces_its_engines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     def close(_: object, sockets: list[socket.socket]) -> None:
         for bound in sockets:
@@ -424,31 +428,36 @@ def test_a_router_announces_its_engines(
     assert capsys.readouterr().out == f"flashmoa: 1 engine behind http://[::1]:{port}/v1\n"
 
 
-def test_other_systems_and_old_releases_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(serve, "installed", lambda _name: "0.4.6")
-    assert serve.main(["--model-path", "a/b"]) == 2
-    assert "SGLang 0.4.6 is too old" in capsys.readouterr().err
-    monkeypatch.setattr(serve, "find_spec", lambda _name: None)
-    assert serve.main(["--model-path", "a/b"]) == 2
-    assert "SGLang is not installed" in capsys.readouterr().err
-    monkeypatch.setattr(serve, "runs_engines", lambda: False)
-    assert serve.main(["--model-path", "a/b"]) == 2
-    assert "Linux only" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("argument", "value", "problem"),
+    ("name", "found", "problem"),
     [
-        ("--port", "65535", "--dynamo takes the three after it"),
-        ("--grpc-port", "30009", "--grpc-port does not go with --dynamo, which sets it"),
-        ("--kv-events-config", "{}", "--kv-events-config does not go with --dynamo"),
-        ("--api-key", "key", "keep the ports private"),
+        ("installed", "0.4.6", "SGLang 0.4.6 is too old"),
+        ("find_spec", None, "SGLang is not installed"),
+        ("runs_engines", False, "Linux only"),
     ],
 )
-def test_a_worker_of_dynamo_has_its_ports_and_no_key(
-    argument: str, value: str, problem: str, dynamo: None, capsys: pytest.CaptureFixture[str]
+def test_unfit_systems_are_refused(
+    name: str, found: object, problem: str, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
-    assert serve.main(["--model-path", "a/b", "--dynamo", argument, value]) == 2
+    monkeypatch.setattr(serve, name, lambda *_: found)
+    assert serve.main(MODEL) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_an_event_loop_sends_answers_at_once() -> None:
+    """Nagle's algorithm would hold up the second part of an answer by 40 ms."""
+    answered = asyncio.Queue[int]()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own: socket.socket = writer.get_extra_info("socket")
+        answered.put_nowait(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async def serve() -> int:
+        with bind("127.0.0.1", 0) as listening:
+            async with await asyncio.start_server(answer, sock=listening):
+                _, writer = await asyncio.open_connection(*listening.getsockname())
+                writer.close()
+                return await answered.get()
+
+    assert asyncio.run(serve())

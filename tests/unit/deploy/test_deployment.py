@@ -54,9 +54,8 @@ class Deployed:
     """One container of the compose file or of the manifest.
 
     Attributes:
-        name: its service's or component's.
+        name: the name of its service or component.
         arguments: of ``flashmoa serve`` or ``python -m dynamo.frontend``.
-        environment: the variables that the files set there.
         grace_seconds: how long it may take to end.
         ports: the ports where it listens, according to the files.
         probes: the paths that it is asked for, by the name of the probe.
@@ -71,11 +70,8 @@ class Deployed:
 
 
 def load(path: str) -> Any:
-    return yaml.safe_load((DEPLOY / path).read_text())
-
-
-def load_all(path: str) -> list[Any]:
-    return list(yaml.safe_load_all((DEPLOY / path).read_text()))
+    documents = list(yaml.safe_load_all((DEPLOY / path).read_text()))
+    return documents if len(documents) > 1 else documents[0]
 
 
 def composed(role: str) -> Iterator[Deployed]:
@@ -127,6 +123,12 @@ def parse_engine(engine: Deployed) -> tuple[Namespace, list[str]]:
     return serve._parse_own_options(engine.arguments)
 
 
+def engine_container() -> dict[str, Any]:
+    (engine,) = components("engine")
+    (container,) = engine["podTemplate"]["spec"]["containers"]
+    return container
+
+
 def test_each_way_has_two_engines_and_a_front_end() -> None:
     assert len(list(composed("engine"))) == 2
     assert [one["replicas"] for one in components("engine")] == [2]
@@ -134,8 +136,8 @@ def test_each_way_has_two_engines_and_a_front_end() -> None:
         assert len(list(way("frontend"))) == 1
 
 
-def test_the_operator_and_kubernetes_accept_the_files() -> None:
-    graph, others = load("kubernetes/graph.yaml"), load_all("kubernetes/resources.yaml")
+def test_kubernetes_accepts_the_files() -> None:
+    graph, others = load("kubernetes/graph.yaml"), load("kubernetes/resources.yaml")
     assert (graph["apiVersion"], graph["kind"]) == ("nvidia.com/v1beta1", "DynamoGraphDeployment")
     # Of the fields in Dynamo's Go types of this version (deploy/operator/api/v1beta1).
     assert graph["spec"].keys() == {"backendFramework", "components"}
@@ -167,13 +169,8 @@ def test_the_operator_and_kubernetes_accept_the_files() -> None:
 def test_engines_start_with_these_arguments() -> None:
     lines = [parse_engine(engine)[1] for engine in all_of("engine")]
     # Parsing SGLang's arguments leaves traces in its process.
-    parsed = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PARSE_SGLANG],
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", PARSE_SGLANG]
+    parsed = subprocess.run(command, input=json.dumps(lines), capture_output=True, text=True)
     assert parsed.returncode == 0, parsed.stderr
     for engine, options in zip(all_of("engine"), json.loads(parsed.stdout), strict=True):
         assert engine.ports == {options["port"]}
@@ -183,15 +180,14 @@ def test_engines_start_with_these_arguments() -> None:
 
 
 def test_engines_are_workers_that_clients_find() -> None:
-    for engine in all_of("engine"):
-        assert parse_engine(engine)[0].dynamo
-    (container,) = components("engine")[0]["podTemplate"]["spec"]["containers"]
+    assert all(parse_engine(engine)[0].dynamo for engine in all_of("engine"))
+    container = engine_container()
     assert container["command"] == ["flashmoa", "serve"]
     (address,) = [each for each in container["env"] if each["name"] == "DYN_TCP_RPC_HOST"]
     assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
-def test_the_front_end_finds_engines_and_moves_requests() -> None:
+def test_a_front_end_finds_its_engines() -> None:
     services = load("compose.yaml")["services"]
     shared = [services[one.name] for one in (*composed("engine"), *composed("frontend"))]
     for service in shared:
@@ -231,8 +227,7 @@ def test_a_drain_ends_before_its_container() -> None:
 
 
 def test_liveness_probes_wait_longer_than_sglang() -> None:
-    (container,) = components("engine")[0]["podTemplate"]["spec"]["containers"]
-    probe = container["livenessProbe"]
+    probe = engine_container()["livenessProbe"]
     assert probe["httpGet"]["path"] == GENERATE and probe["timeoutSeconds"] > GENERATE_SECONDS
 
 
@@ -257,23 +252,22 @@ def test_files_that_compose_mounts_exist() -> None:
 
 def test_the_image_works_with_dynamo_and_listens() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
-    (tag,) = re.findall(r"^ARG SGLANG_TAG=v(\S+)", dockerfile, re.MULTILINE)
-    first, last = re.findall(
-        r"0\.\d+\.\d+", (ROOT / "requirements" / "dynamo.txt").read_text().partition("=")[0]
-    )
+
+    def found(pattern: str) -> list[str]:
+        return re.findall(pattern, dockerfile, re.MULTILINE)
+
+    (tag,) = found(r"^ARG SGLANG_TAG=v(\S+)")
+    pins = (ROOT / "requirements" / "dynamo.txt").read_text().partition("=")[0]
+    first, last = re.findall(r"0\.\d+\.\d+", pins)
     assert tag in TESTED and Version(first) <= Version(tag) <= Version(last)
-    (entry,) = re.findall(r"^ENTRYPOINT (.*)", dockerfile, re.MULTILINE)
-    assert json.loads(entry) == ["flashmoa", "serve"]
-    exposed = {int(port) for port in re.findall(r"^EXPOSE (\d+)", dockerfile, re.MULTILINE)}
+    assert json.loads(found(r"^ENTRYPOINT (.*)")[0]) == ["flashmoa", "serve"]
+    exposed = {int(port) for port in found(r"^EXPOSE (\d+)")}
     assert all(one.ports == exposed for one in all_of("engine"))
 
 
 def test_files_that_images_copy_are_in_the_build() -> None:
     copied = re.findall(r"^COPY (.*) \S+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     sources = {source for line in copied for source in line.split()}
-    sent = {
-        line[1:]
-        for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
-        if line.startswith("!")
-    }
-    assert sources == sent and all((ROOT / source).exists() for source in sources)
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text()
+    assert sources == set(re.findall(r"^!(.*)$", ignored, re.MULTILINE))
+    assert all((ROOT / source).exists() for source in sources)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,16 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa import EngineClient
+from flashmoa import EngineClient, errors
 from flashmoa.engine.generation import read_lines
-from flashmoa.errors import (
-    BadAnswer,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    PluginMissing,
-    RequestRefused,
-)
 
 URL, CHANNEL = "http://engine:30000", "0123456789abcdef"
 
@@ -30,7 +22,7 @@ URL, CHANNEL = "http://engine:30000", "0123456789abcdef"
 class Pieces(httpx.AsyncByteStream):
     """Is an answer in pieces; an exception among them ends it."""
 
-    def __init__(self, pieces: Sequence[bytes | Exception]) -> None:
+    def __init__(self, *pieces: bytes | Exception) -> None:
         self.pieces = pieces
         self.is_closed = False
 
@@ -44,16 +36,23 @@ class Pieces(httpx.AsyncByteStream):
         self.is_closed = True
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, response: httpx.Response) -> list[httpx.Request]:
+Answer = Callable[..., list[httpx.Request]]
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
     """Have all requests answered so; return them."""
-    seen: list[httpx.Request] = []
 
-    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return response
+    def answer(status: int, **content: Any) -> list[httpx.Request]:
+        async def handle(_: object, request: httpx.Request) -> httpx.Response:
+            seen.append(request)
+            return httpx.Response(status, **content)
 
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
-    return seen
+        seen: list[httpx.Request] = []
+        monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
+        return seen
+
+    return answer
 
 
 async def hear(**more: Any) -> list[dict[str, Any]]:
@@ -80,43 +79,41 @@ def test_lines_are_read_however_they_are_cut(
     pieces = [sent[a:b] for a, b in pairwise(sorted([0, *cuts, len(sent)]))]
 
     async def read() -> list[dict[str, Any]]:
-        return [line async for line in read_lines(httpx.Response(200, stream=Pieces(pieces)))]
+        return [line async for line in read_lines(httpx.Response(200, stream=Pieces(*pieces)))]
 
     assert anyio.run(read) == told
 
 
 async def test_each_line_is_told_when_it_has_ended() -> None:
-    sent = [b'{"a": 1}\n{"b"', b": 2}", b"\n", b'{"cut": ']
     passed: list[dict[str, Any]] = []
     known: list[int] = []
 
     class Counted(Pieces):
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            for piece in sent:
+            async for piece in super().__aiter__():
                 known.append(len(passed))
                 yield piece
 
-    async for line in read_lines(httpx.Response(200, stream=Counted([]))):
+    sent = Counted(b'{"a": 1}\n{"b"', b": 2}", b"\n", b'{"cut": ')
+    async for line in read_lines(httpx.Response(200, stream=sent)):
         passed += [line]
     assert passed == [{"a": 1}, {"b": 2}] and known == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("odd", [b"[1]", b"null", b"7", b"{", b"<html>", b"[" * 100_000])
-async def test_a_line_that_is_no_object_is_no_engines(
-    odd: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = Pieces([b'{"listening": true}\n' + odd + b"\n", b'{"more": 1}\n'])
-    answer(monkeypatch, httpx.Response(200, stream=stream))
+async def test_a_line_that_is_no_object_is_no_engines(odd: bytes, answer: Answer) -> None:
+    stream = Pieces(b'{"listening": true}\n' + odd + b"\n", b'{"more": 1}\n')
+    answer(200, stream=stream)
     async with EngineClient(URL) as engine:
-        with pytest.raises(BadAnswer, match=f"{URL}/flashmoa/calls is not an engine's"):
+        with pytest.raises(errors.BadAnswer, match=f"{URL}/flashmoa/calls is not an engine's"):
             async with engine.hear(CHANNEL) as lines:
                 assert await anext(lines) == {"listening": True}
                 await anext(lines)
         assert stream.is_closed
 
 
-async def test_a_channel_is_asked_for_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = answer(monkeypatch, httpx.Response(200, stream=Pieces([b'{"a": 1}\n'])))
+async def test_a_channel_is_asked_for_by_its_id(answer: Answer) -> None:
+    seen = answer(200, stream=Pieces(b'{"a": 1}\n'))
     assert await hear(headers={"authorization": "Bearer key"}) == [{"a": 1}]
     (request,) = seen
     assert (request.method, request.url.path) == ("GET", "/flashmoa/calls")
@@ -126,38 +123,33 @@ async def test_a_channel_is_asked_for_by_its_id(monkeypatch: pytest.MonkeyPatch)
     assert 5.0 < request.extensions["timeout"]["read"] < 60.0
 
 
+REFUSED = {"error": {"message": "no", "code": "engine_failed"}}
+
+
 @pytest.mark.parametrize(
-    ("status", "body", "kind"),
+    ("status", "answered", "kind"),
     [
-        (404, {"detail": "Not Found"}, PluginMissing),
-        (500, {"error": {"message": "no", "code": "engine_failed"}}, RequestRefused),
+        (404, {"detail": "Not Found"}, errors.PluginMissing),
+        (500, REFUSED, errors.RequestRefused),
+        (200, httpx.ReadError("reset"), errors.EngineUnreachable),
+        (200, httpx.ReadTimeout("silent"), errors.EngineTimeout),
     ],
 )
-async def test_a_channel_that_is_refused_says_why(
-    status: int, body: Any, kind: type[EngineError], monkeypatch: pytest.MonkeyPatch
+async def test_a_refused_broken_or_silent_channel_raises(
+    status: int, answered: Any, kind: type[errors.EngineError], answer: Answer
 ) -> None:
-    answer(monkeypatch, httpx.Response(status, json=body))
+    if status == 200:
+        answer(200, stream=(stream := Pieces(b'{"a": 1}\n', answered)))
+    else:
+        answer(status, json=answered)
     with pytest.raises(kind):
         await hear()
+    assert status != 200 or stream.is_closed
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [(httpx.ReadError("reset"), EngineUnreachable), (httpx.ReadTimeout("silent"), EngineTimeout)],
-)
-async def test_a_broken_or_silent_channel_raises(
-    error: Exception, kind: type[EngineError], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = Pieces([b'{"a": 1}\n', error])
-    answer(monkeypatch, httpx.Response(200, stream=stream))
-    with pytest.raises(kind):
-        await hear()
-    assert stream.is_closed
-
-
-async def test_leaving_a_channel_closes_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Pieces([b'{"a": 1}\n'] * 3)
-    answer(monkeypatch, httpx.Response(200, stream=stream))
+async def test_leaving_a_channel_closes_its_connection(answer: Answer) -> None:
+    stream = Pieces(*[b'{"a": 1}\n'] * 3)
+    answer(200, stream=stream)
     async with EngineClient(URL) as engine:
         async with engine.hear(CHANNEL) as lines:
             await anext(lines)
@@ -165,12 +157,10 @@ async def test_leaving_a_channel_closes_its_connection(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-async def test_what_a_reader_raises_is_not_translated(
-    is_chat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_reader_raises_is_not_translated(is_chat: bool, answer: Answer) -> None:
     kind = "text/event-stream" if is_chat else "application/x-ndjson"
-    sent = Pieces([b"data: {}\n\n" if is_chat else b"{}\n"])
-    answer(monkeypatch, httpx.Response(200, headers={"content-type": kind}, stream=sent))
+    sent = Pieces(b"data: {}\n\n" if is_chat else b"{}\n")
+    answer(200, headers={"content-type": kind}, stream=sent)
     async with EngineClient(URL) as engine:
         with pytest.raises(httpx.ConnectError, match="its own"):
             async with engine.chat([]) if is_chat else engine.hear(CHANNEL) as items:

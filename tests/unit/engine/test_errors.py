@@ -30,7 +30,7 @@ def refused(status: int, body: Any) -> errors.EngineError:
 
 
 @pytest.mark.parametrize("kind", ApiError.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_server_errors_have_the_same_name_on_clients(kind: type[ApiError]) -> None:
+def test_server_errors_keep_their_names(kind: type[ApiError]) -> None:
     for status in (kind.status, 418):
         # The code decides: a proxy may change the status, and two errors may share one.
         error = refused(status, kind("Read this.").body())

@@ -9,7 +9,6 @@ import ssl
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,67 +16,14 @@ import pytest
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, connections
 from flashmoa.openai import AsyncOpenAI
-
-
-class Engine:
-    """Renders prompts in threads of its own, so that it outlives event loops, too.
-
-    Attributes:
-        connections: how many connections are open.
-        opened: how many there have been.
-        requests: how many requests it has answered.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self.connections = self.opened = self.requests = 0
-        self.changed = threading.Condition()
-
-    def change(self, *, connections: int = 0, requests: int = 0) -> None:
-        with self.changed:
-            self.connections += connections
-            self.opened += max(0, connections)
-            self.requests += requests
-            self.changed.notify_all()
-
-    def has_connections(self, number: int) -> bool:
-        """Wait until that many connections are open."""
-        with self.changed:
-            return self.changed.wait_for(lambda: self.connections == number, 5)
+from tests.unit.engine.web_server import WebServer, web_server
 
 
 @pytest.fixture
-def engine() -> Generator[Engine]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # This keeps connections open.
-        disable_nagle_algorithm = True
-
-        def setup(self) -> None:
-            super().setup()
-            engine.change(connections=1)
-
-        def finish(self) -> None:
-            super().finish()
-            engine.change(connections=-1)
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            engine.change(requests=1)
-            self.send_response(200)
-            self.send_header("Content-Length", "15")
-            self.end_headers()
-            self.wfile.write(b'{"text": "hi."}')
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        engine = Engine(server.server_port)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield engine
-        server.shutdown()
-        thread.join()
+def engine() -> Generator[WebServer]:
+    """Return an engine that renders every prompt."""
+    with web_server(b'{"text": "hi."}') as server:
+        yield server
 
 
 async def ask(client: EngineClient) -> str:
@@ -85,7 +31,7 @@ async def ask(client: EngineClient) -> str:
 
 
 @pytest.mark.parametrize("is_openai", [False, True])
-def test_a_client_is_used_in_several_loops(engine: Engine, is_openai: bool) -> None:
+def test_a_client_is_used_in_several_loops(engine: WebServer, is_openai: bool) -> None:
     client = EngineClient(engine.url)
     openai = AsyncOpenAI(base_url=engine.url, max_retries=0)
 
@@ -113,7 +59,7 @@ def test_an_openai_client_checks_certificates() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_loop_may_end_without_closing_generators(engine: Engine) -> None:
+def test_a_loop_may_end_without_closing_generators(engine: WebServer) -> None:
     client = EngineClient(engine.url)
     loop = asyncio.new_event_loop()
     assert loop.run_until_complete(ask(client)) == "hi."
@@ -126,7 +72,7 @@ def test_a_loop_may_end_without_closing_generators(engine: Engine) -> None:
     assert engine.has_connections(0)
 
 
-def test_closing_frees_connections_of_other_loops(engine: Engine) -> None:
+def test_closing_frees_connections_of_other_loops(engine: WebServer) -> None:
     client = EngineClient(engine.url)
     asked = threading.Event()
 
@@ -148,7 +94,7 @@ def test_closing_frees_connections_of_other_loops(engine: Engine) -> None:
         other.result(5)
 
 
-def test_a_closed_client_opens_no_connection(engine: Engine) -> None:
+def test_a_closed_client_opens_no_connection(engine: WebServer) -> None:
     client = EngineClient(engine.url)
     asyncio.run(ask(client))
     asyncio.run(client.close())
@@ -158,7 +104,7 @@ def test_a_closed_client_opens_no_connection(engine: Engine) -> None:
 
 
 def test_a_proxy_of_the_environment_is_used(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", engine.url)
     monkeypatch.delenv("NO_PROXY", raising=False)

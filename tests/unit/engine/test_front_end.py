@@ -11,19 +11,11 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from flashmoa._concurrency import run_cancelled
+from flashmoa import errors
+from flashmoa._concurrency import all_of, run_cancelled
 from flashmoa.engine import EngineClient, EngineInfo, front_end
 from flashmoa.engine.front_end import FrontEnd
 from flashmoa.engine.plain import Models, PlainServer
-from flashmoa.errors import (
-    BadAnswer,
-    EngineDraining,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    PluginMissing,
-    RequestRefused,
-)
 from flashmoa.link import prompt_feed
 from flashmoa.link.link import Link
 from flashmoa.link.prompt import Prompt, Slot
@@ -48,7 +40,7 @@ class Worker(EngineClient):
     async def info(self) -> EngineInfo:
         self.asked.append(self.url)
         if "dead" in self.url:
-            raise EngineUnreachable(f"{self.url} cannot be reached")
+            raise errors.EngineUnreachable(f"{self.url} cannot be reached")
         if "silent" in self.url:
             await anyio.sleep_forever()
         names = ["render"] if "decodes" in self.url else ["render", "prompt_streams"]
@@ -56,7 +48,7 @@ class Worker(EngineClient):
 
 
 class Dynamo:
-    """A front end with these instances, which places prompts on a chosen one.
+    """A front end with these instances. It places prompts on a chosen instance.
 
     Attributes:
         fails: the errors that requests raise, by path.
@@ -67,7 +59,7 @@ class Dynamo:
         self.owner = owner
         self.places: dict[str, Any] = {}
         self.placed: list[Mapping[str, Any]] = []
-        self.fails: dict[str, EngineError] = {}
+        self.fails: dict[str, errors.EngineError] = {}
         self.asked = 0
 
     async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
@@ -116,18 +108,15 @@ async def test_a_stream_is_put_where_its_request_goes() -> None:
     )
     async with behind(dynamo) as found:
         assert not found.is_known
-        for places, url in [
-            ({"decode_worker_id": 1, "prefill_worker_id": None}, "http://10.0.0.1:30000"),
-            ({"decode_worker_id": 4, "prefill_worker_id": large}, "http://[fd00::2]:30000"),
-        ]:
-            dynamo.places = places
+        for decodes, prefills, url in (1, None, "10.0.0.1"), (4, large, "[fd00::2]"):
+            dynamo.places = {"decode_worker_id": decodes, "prefill_worker_id": prefills}
             engine = await found.place("The plan so far", "m")
-            assert engine is not None and engine.url == url
+            assert engine is not None and engine.url == f"http://{url}:30000"
         assert found.is_known
         assert {body["prompt"] for body in dynamo.placed} == {"The plan so far"}
         for id_ in (3, 4, 5):
             dynamo.places = {"decode_worker_id": id_}
-            with pytest.raises(EngineUnreachable, match="serve --dynamo"):
+            with pytest.raises(errors.EngineUnreachable, match="serve --dynamo"):
                 await found.place("", "m")
 
 
@@ -136,13 +125,15 @@ async def test_workers_that_come_and_go_are_noticed() -> None:
     async with behind(dynamo) as found:
         assert await any_url(found) is None
         assert await found.place("", "m") is None
-        for listed, url in [
-            ([instance(1, "a:1001"), instance(2, "b:1001")], "http://a:1000"),
-            ([instance(2, "b:1001")], "http://b:1000"),
-            ([], None),
-        ]:
+        a, b = instance(1, "a:1001"), instance(2, "b:1001")
+        for listed, url in ([a, b], "http://a:1000"), ([b], "http://b:1000"), ([], None):
             dynamo.instances = listed
             assert await any_url(found) == url and found.is_known == bool(url)
+        # They stay known during a restart of the front end.
+        dynamo.instances = [a]
+        first = await found.any_engine()
+        dynamo.fails = {"/v1/models": errors.EngineUnreachable("it cannot be reached")}
+        assert first is not None and await found.any_engine() is first
 
 
 async def test_an_unreachable_worker_is_left_out() -> None:
@@ -160,26 +151,11 @@ async def test_an_unreachable_worker_is_left_out() -> None:
         assert await found.place("", "m") is None
 
 
-async def test_workers_stay_known_during_a_restart() -> None:
-    dynamo = Dynamo(instance(1, "a:1001"))
-    async with behind(dynamo) as found:
-        first = await found.any_engine()
-        dynamo.fails = {"/v1/models": EngineUnreachable("it cannot be reached")}
-        assert first is not None and await found.any_engine() is first
-
-
 async def test_all_who_ask_at_first_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_end, "_LIST_LIFETIME_SECONDS", 60.0)
     dynamo = Dynamo(instance(1, "a:1001"))
-    urls: list[str | None] = []
     async with behind(dynamo) as found:
-
-        async def ask() -> None:
-            urls.append(await any_url(found))
-
-        async with anyio.create_task_group() as group:
-            for _ in range(3):
-                group.start_soon(ask)
+        urls = await all_of([lambda: any_url(found)] * 3)
     assert urls == ["http://a:1000"] * 3 and dynamo.asked == 2
 
 
@@ -195,11 +171,7 @@ async def test_a_silent_worker_delays_the_first_who_asks(monkeypatch: pytest.Mon
         found._fresh_until = 0.0
         for _ in range(3):
             assert await any_url(found) == "http://a:1000"
-        assert sorted(Worker.asked) == [
-            "http://a:1000",
-            "http://decodes:1000",
-            "http://silent:1000",
-        ]
+        assert sorted(Worker.asked) == [f"http://{one}:1000" for one in ("a", "decodes", "silent")]
         found._left_out = {id_: each._replace(until=0.0) for id_, each in found._left_out.items()}
         await found.any_engine()
         assert Worker.asked.count("http://silent:1000") == 2
@@ -216,7 +188,7 @@ async def test_streams_may_be_released_while_closing() -> None:
     await found.close()
 
 
-BUSY = EngineDraining("model discovery in progress", 503, "error")
+BUSY = errors.EngineDraining("model discovery in progress", 503, "error")
 
 
 @pytest.mark.parametrize(
@@ -225,16 +197,16 @@ BUSY = EngineDraining("model discovery in progress", 503, "error")
         ("", BUSY, True),  # It lists no workers.
         ("/health", BUSY, True),
         ("/v1/models", BUSY, True),
-        ("/health", EngineTimeout("it did not answer in time"), True),
-        ("/health", PluginMissing("no such route"), False),
-        ("/health", BadAnswer("its health has no instances"), False),
-        ("/health", RequestRefused("it needs a key", 401, "unauthorized"), False),
-        ("/v1/models", PluginMissing("no such route"), False),
+        ("/health", errors.EngineTimeout("it did not answer in time"), True),
+        ("/health", errors.PluginMissing("no such route"), False),
+        ("/health", errors.BadAnswer("its health has no instances"), False),
+        ("/health", errors.RequestRefused("it needs a key", 401, "unauthorized"), False),
+        ("/v1/models", errors.PluginMissing("no such route"), False),
         ("an engine", BUSY, False),
     ],
 )
 async def test_a_front_end_that_may_start_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, path: str, error: EngineError, may_start: bool
+    monkeypatch: pytest.MonkeyPatch, path: str, error: errors.EngineError, may_start: bool
 ) -> None:
     monkeypatch.setattr(front_end, "_OTHER_SERVER_SECONDS", 60.0)
     dynamo = Dynamo(owner="sglang" if path == "an engine" else "nvidia")
@@ -273,15 +245,14 @@ async def front_end_of(
         host, port = worker.url.removeprefix("http://").split(":")
         instances.append(instance(number, f"{host}:{int(port) + 1}"))
         worker.answers = {"/flashmoa/info": INFO}
-    async with hung_engine() as server:
+    async with hung_engine() as server, EngineClient(server.url, model="m") as client:
         server.lacks |= {"open", "render"}
         server.answers = {
             "/health": {"instances": instances},
             "/v1/completions": {"nvext": {"worker_id": placed or {"decode_worker_id": 0}}},
             "/v1/models": {"data": [{"id": "m", "owned_by": "nvidia"}]},
         }
-        async with EngineClient(server.url, model="m") as client:
-            yield client
+        yield client
 
 
 INFO = {
@@ -302,9 +273,16 @@ async def linking(client: EngineClient, events: list[Event]) -> AsyncGenerator[L
         yield link
 
 
+def sent_to(worker: HungEngine) -> list[dict[str, Any]]:
+    return [body for route, body in worker.requests if route in ("open", "append")]
+
+
 def texts_of(worker: HungEngine) -> str:
-    sent = [body for route, body in worker.requests if route in ("open", "append")]
-    return "".join(body.get("text") or "" for body in sent)
+    return "".join(body.get("text") or "" for body in sent_to(worker))
+
+
+def of_kind(kind: type[Event], events: list[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
 
 
 async def test_a_link_through_a_front_end_sends_all() -> None:
@@ -319,15 +297,14 @@ async def test_a_link_through_a_front_end_sends_all() -> None:
             assert link.used_id is not None and worker.url in link.used_id
         assert link.prompt.slots[0].is_open is False
         assert texts_of(worker) == "knowntextrest"
-        (*_, last) = [body for route, body in worker.requests if route in ("open", "append")]
-        assert last["end"] and "delete" not in worker.routes()
+        assert sent_to(worker)[-1]["end"] and "delete" not in worker.routes()
         # Once the call has ended, the stream is freed if its request went to another worker, also
         # while the team is being closed.
         assert link.is_unnamed
         await run_cancelled(link.delete_stream)
         assert not link.is_unnamed
         assert worker.routes().count("delete") == 1
-        (found,) = [event for event in events if isinstance(event, StreamFound)]
+        (found,) = of_kind(StreamFound, events)
         assert (found.stream_id, found.figures) == (link.stream_id, None)
 
 
@@ -339,17 +316,15 @@ async def test_a_stream_that_cannot_be_found_is_released() -> None:
             assert link.claim() is None
         assert worker.routes().count("delete") == 1
         assert not link.is_unnamed
-    (closed,) = [event for event in events if isinstance(event, LinkClosed)]
-    assert closed.reason == "unfinished"
+    (closed,) = of_kind(LinkClosed, events)
     # The call's events name the stream, so that reports say why the call did not use it.
-    assert link.used_id == closed.stream_id
+    assert (closed.reason, closed.stream_id) == ("unfinished", link.used_id)
 
 
 @pytest.mark.parametrize("fault", ["ends its streams", "hangs", "leaves"])
-async def test_a_failed_workers_stream_is_opened_elsewhere(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_feed, "WORKER_TIMEOUT_SECONDS", 0.1)
+async def test_a_failed_workers_stream_moves(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "hangs":
+        monkeypatch.setattr(prompt_feed, "WORKER_TIMEOUT_SECONDS", 1.0)
     instances: list[dict[str, Any]] = []
     placed = {"decode_worker_id": 0}
     events: list[Event] = []
@@ -370,17 +345,16 @@ async def test_a_failed_workers_stream_is_opened_elsewhere(
             await second.until("open")
             link.feed("writer", "text")
             link.close_slot("writer")
-            await until(lambda: any(body.get("end") for _, body in second.requests))
+            await until(lambda: any(body.get("end") for body in sent_to(second)))
             assert link.claim() is None
         assert not link.prompt.slots[0].is_open
         assert texts_of(second) == "knownsome textrest"
         assert "delete" in first.routes()
-        # These engines answer each append as they answered the opening.
-        streams = [event.stream_id for event in events if isinstance(event, LinkOpened)]
-        opened = list(dict.fromkeys(streams))
-        assert [stream_id.split()[0] for stream_id in opened] == [first.url, second.url]
-        (closed,) = [event for event in events if isinstance(event, LinkClosed)]
-        assert (closed.stream_id, closed.reason) == (opened[-1], "used")
+    # These engines answer each append as they answered the opening.
+    opened = list(dict.fromkeys(event.stream_id for event in of_kind(LinkOpened, events)))
+    assert [stream_id.split()[0] for stream_id in opened] == [first.url, second.url]
+    (closed,) = of_kind(LinkClosed, events)
+    assert (closed.stream_id, closed.reason) == (opened[-1], "used")
 
 
 @pytest.mark.parametrize("looks_again", [True, False])
@@ -402,9 +376,8 @@ async def test_links_wait_for_workers_that_all_restart() -> None:
     instances: list[dict[str, Any]] = []
     async with hung_engine() as worker, front_end_of(worker, instances=instances) as client:
         await client.render(MESSAGES)
-        (listed,) = instances
-        instances.clear()
-        with pytest.raises(EngineUnreachable, match="no worker"):
+        listed = instances.pop()
+        with pytest.raises(errors.EngineUnreachable, match="no worker"):
             await client.open_stream(text="a prompt")
         assert client.is_front_end
         instances.append(listed)
@@ -420,14 +393,12 @@ async def test_a_starting_front_end_is_not_remembered(monkeypatch: pytest.Monkey
         return models if path == "/v1/models" else await client.ask(method, path, answer, body)
 
     async with hung_engine() as worker, front_end_of(worker, instances=instances) as client:
-        (first,) = instances
-        instances.clear()
+        first = instances.pop()
         client.plain = PlainServer(ask, None)
         for _ in range(2):
-            with pytest.raises(EngineUnreachable, match="no worker"):
-                await client.render(MESSAGES)
-            with pytest.raises(EngineUnreachable, match="no worker"):
-                await client.open_stream(text="a prompt")
+            for asked in client.render(MESSAGES), client.open_stream(text="a prompt"):
+                with pytest.raises(errors.EngineUnreachable, match="no worker"):
+                    await asked
             assert await client.context_length("served") is None
             assert await client.plain.model() == "default"
         instances.append(first)

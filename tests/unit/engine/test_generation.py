@@ -13,13 +13,6 @@ from hypothesis import strategies as st
 
 from flashmoa import EngineClient
 from flashmoa.engine import generation
-from flashmoa.engine.generation import (
-    EventReader,
-    add_tool_calls,
-    read_chat,
-    read_events,
-    read_generation,
-)
 from flashmoa.errors import BadAnswer, RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
@@ -56,7 +49,7 @@ def test_events_are_read_however_they_are_cut(
 ) -> None:
     sent = stream.replace("\n", end).encode()
     cuts = data.draw(st.lists(st.integers(0, len(sent)), max_size=9))
-    reader = EventReader()
+    reader = generation.EventReader()
     pieces = [sent[a:b] for a, b in pairwise(sorted([0, *cuts, len(sent)]))]
     found = [x for piece in pieces for x in reader.feed(piece)] + reader.end()
     assert [event.decode() for event in found] == events
@@ -73,7 +66,7 @@ def test_a_long_line_is_searched_once(end: bytes, monkeypatch: pytest.MonkeyPatc
 
     line_end, counting = generation._LINE_END, Counting()
     monkeypatch.setattr(generation, "_LINE_END", counting)
-    reader, data = EventReader(), b"data: " + b"A" * 100_000 + end
+    reader, data = generation.EventReader(), b"data: " + b"A" * 100_000 + end
     pieces = [data[place : place + 100] for place in range(0, len(data), 100)]
     events = [event for piece in pieces for event in reader.feed(piece)] + reader.end()
     assert events == [b"A" * 100_000]
@@ -81,6 +74,11 @@ def test_a_long_line_is_searched_once(end: bytes, monkeypatch: pytest.MonkeyPatc
 
 
 PARTS: list[Any] = [{"type": "text", "text": "a"}, {"type": "image_url"}, "b"]
+
+
+async def items(*chunks: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+    for chunk in chunks:
+        yield chunk
 
 
 @pytest.mark.parametrize(
@@ -98,12 +96,20 @@ PARTS: list[Any] = [{"type": "text", "text": "a"}, {"type": "image_url"}, "b"]
     ],
 )
 async def test_any_chunk_of_a_chat_has_a_text(choices: Any, text: str, reasoning: str) -> None:
-    async def chunks() -> AsyncGenerator[dict[str, Any]]:
-        yield {"choices": choices, "usage": None}
-        yield {}
-
-    first, last = [delta async for delta in read_chat(chunks())]
+    chunks = items({"choices": choices, "usage": None}, {})
+    first, last = [delta async for delta in generation.read_chat(chunks)]
     assert (first.text, first.reasoning, last.text) == (text, reasoning, "")
+
+
+async def test_half_a_surrogate_pair_is_replaced() -> None:
+    empty = {"output_ids": [], "meta_info": {}}
+    outputs = items({"text": "a\ud83d", **empty}, {"text": "a\ud83db", **empty})
+    assert [delta.text async for delta in generation.read_generation(outputs)] == ["a\ufffd", "b"]
+
+
+async def events_of(event: str) -> list[dict[str, Any]]:
+    response = httpx.Response(200, text=f"data: {event}\n\n")
+    return [found async for found in generation.read_events(response)]
 
 
 @pytest.mark.parametrize(
@@ -115,23 +121,21 @@ async def test_any_chunk_of_a_chat_has_a_text(choices: Any, text: str, reasoning
     ],
 )
 async def test_an_error_in_a_stream_has_many_forms(event: str, status: int, text: str) -> None:
-    response = httpx.Response(200, text=f"data: {event}\n\n")
     with pytest.raises(RequestRefused, match=text) as refused:
-        [found async for found in read_events(response)]
+        await events_of(event)
     assert refused.value.status == status
 
 
 async def test_an_event_without_an_error_may_say_so() -> None:
     """Some servers have the field in every event."""
-    response = httpx.Response(200, text='data: {"error": null, "choices": []}\n\n')
-    assert [event async for event in read_events(response)] == [{"error": None, "choices": []}]
+    found = await events_of('{"error": null, "choices": []}')
+    assert found == [{"error": None, "choices": []}]
 
 
 @pytest.mark.parametrize("event", ["[1]", "null", '"text"', "3"])
 async def test_an_event_that_is_no_object_is_bad(event: str) -> None:
-    response = httpx.Response(200, text=f"data: {event}\n\n")
     with pytest.raises(BadAnswer, match="not a JSON object"):
-        [found async for found in read_events(response)]
+        await events_of(event)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +145,10 @@ async def test_a_chat_of_another_form_is_a_bad_answer(event: str) -> None:
     headers = {"content-type": "text/event-stream"}
     if event == "broken":
         headers["content-encoding"] = "gzip"
-    sent = httpx.Response(
-        200, headers=headers, stream=httpx.ByteStream(f"data: {event}\n\n".encode())
-    )
+    content = httpx.ByteStream(f"data: {event}\n\n".encode())
+    sent = httpx.MockTransport(lambda _: httpx.Response(200, headers=headers, stream=content))
     async with EngineClient("http://engine") as client:
-        client._http = httpx.AsyncClient(
-            base_url="http://engine", transport=httpx.MockTransport(lambda _: sent)
-        )
+        client._http = httpx.AsyncClient(base_url="http://engine", transport=sent)
         with pytest.raises(BadAnswer, match="http://engine/v1/chat/completions"):
             async with client.chat([]) as deltas:
                 [delta async for delta in deltas]
@@ -158,14 +159,6 @@ async def test_the_steps_of_a_chat_end_with_it() -> None:
         async with client.chat([{"role": "user", "content": "Go."}]) as deltas:
             await anext(deltas)
         assert await anext(deltas, None) is None
-
-
-async def test_half_a_surrogate_pair_is_replaced() -> None:
-    async def outputs() -> AsyncGenerator[dict[str, Any]]:
-        for text in ("a\ud83d", "a\ud83db"):
-            yield {"text": text, "output_ids": [], "meta_info": {}}
-
-    assert [delta.text async for delta in read_generation(outputs())] == ["a\ufffd", "b"]
 
 
 def call(id: str, name: str, arguments: str, kind: str = "function") -> dict[str, Any]:
@@ -192,5 +185,5 @@ def test_pieces_of_tool_calls_add_up_to_the_calls(
 ) -> None:
     found: dict[int, dict[str, Any]] = {}
     for piece in pieces:
-        add_tool_calls(found, [piece])
+        generation.add_tool_calls(found, [piece])
     assert [found[place] for place in sorted(found)] == calls

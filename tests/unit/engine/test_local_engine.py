@@ -18,8 +18,8 @@ from tests.unit.engine.web_server import web_server
 
 async def test_a_local_engine_has_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    with web_server(b'{"internal_states": [{"modelled_gpu": {"name": "h200"}}]}') as url:
-        engine = LocalEngine(os.getpgid(0), int(url.split(":")[-1]), tmp_path / "engine.log")
+    with web_server(b'{"internal_states": [{"modelled_gpu": {"name": "h200"}}]}') as server:
+        engine = LocalEngine(os.getpgid(0), int(server.url.split(":")[-1]), tmp_path / "engine.log")
         with anyio.fail_after(5):
             await engine.wait_until_ready()
         assert await read_device(engine.url) == {"name": "h200"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
 import pytest
@@ -37,7 +38,10 @@ class FakeServer:
         self._text_field = text_field
         self._lossy = lossy
 
-    async def call(
+    def plain(self, model: str | None = None) -> PlainServer:
+        return PlainServer(self._call, model)
+
+    async def _call(
         self, method: str, path: str, answer: Any, body: Mapping[str, Any] | None = None
     ) -> Any:
         if path not in self.routes:
@@ -50,8 +54,7 @@ class FakeServer:
             return answer
         usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
         if path == "/tokenize":
-            text = body.get("prompt", RENDERED)
-            return {"tokens": [ord(character) for character in text]}
+            return {"tokens": [*map(ord, body.get("prompt", RENDERED))]}
         if path == "/detokenize":
             text = "".join(map(chr, body["tokens"]))
             return {self._text_field: text.replace("  ", " ") if self._lossy else text}
@@ -66,36 +69,35 @@ VLLM = ("/tokenize", "/detokenize", "/v1/completions", "/v1/models")
 
 async def test_sglang_prefills_tokens_without_decoding() -> None:
     fake = FakeServer(*SGLANG)
-    server = PlainServer(fake.call, None)
+    server = fake.plain()
     assert await server.render(MESSAGES, {}) == RENDERED
     usage, _ = await server.prefill(RENDERED[:5], {"lora_path": "x"})
     assert (usage.prompt_tokens, usage.cached_tokens) == (9, 4)
-    path, body = fake.requests[-1]
-    assert path == "/generate"
-    assert body["input_ids"] == [ord(character) for character in RENDERED[:5]]
+    asked, (path, body) = fake.requests[-2:]
+    assert (path, body["lora_path"]) == ("/generate", "x")
+    assert body["input_ids"] == [*map(ord, RENDERED[:5])]
     assert body["sampling_params"]["max_new_tokens"] == 0
-    assert body["lora_path"] == "x"
     # The text is rendered already: the tokenizer must add nothing.
-    assert fake.requests[-2] == ("/tokenize", {"prompt": RENDERED[:5], "add_special_tokens": False})
+    assert asked == ("/tokenize", {"prompt": RENDERED[:5], "add_special_tokens": False})
 
 
 async def test_a_salted_prompt_is_completed() -> None:
     fake = FakeServer(*SGLANG)
-    await PlainServer(fake.call, None).prefill("text", {"cache_salt": "s"})
+    await fake.plain().prefill("text", {"cache_salt": "s"})
     path, body = fake.requests[-1]
     assert (path, body["cache_salt"], body["max_tokens"]) == ("/v1/completions", "s", 1)
 
 
 async def test_vllm_prefills_and_decodes_one_token() -> None:
     fake = FakeServer(*VLLM, text_field="prompt")
-    server = PlainServer(fake.call, "mine")
+    server = fake.plain("mine")
     assert await server.render(MESSAGES, {}) == RENDERED
     for text in ("ab", "abc"):
         usage, _ = await server.prefill(text, NO_NAMESPACE)
         assert usage.cached_tokens == 4
         path, body = fake.requests[-1]
         assert (path, body["max_tokens"], body["model"]) == ("/v1/completions", 1, "mine")
-        assert body["prompt"] == [ord(character) for character in text]
+        assert body["prompt"] == [*map(ord, text)]
 
 
 EMPTY: dict[str, Any] = {"tokenize": {"tokens": []}, "detokenize": {"text": ""}}
@@ -110,14 +112,15 @@ EMPTY: dict[str, Any] = {"tokenize": {"tokens": []}, "detokenize": {"text": ""}}
         FakeServer(*SGLANG, **EMPTY),  # It ignores the messages.
     ],
 )
-async def test_a_server_that_changes_texts_gets_no_prompts(fake: FakeServer) -> None:
+async def test_a_server_must_not_change_texts(fake: FakeServer) -> None:
     with pytest.raises(EngineError, match="cannot convert messages to tokens and back"):
-        await PlainServer(fake.call, None).render(MESSAGES, {})
+        await fake.plain().render(MESSAGES, {})
 
 
-async def test_cached_tokens_may_be_left_out_if_there_are_none() -> None:
+async def test_cached_tokens_may_be_left_out() -> None:
+    """An engine leaves them out if there are none."""
     fake, cached = FakeServer(*VLLM), list[int | None]()
-    server = PlainServer(fake.call, "m")
+    server = fake.plain("m")
     for details in ({}, {"prompt_tokens_details": {"cached_tokens": 5}}, {}):
         fake.answers["completions"] = {"usage": {"prompt_tokens": 9, **details}}
         usage, _ = await server.prefill("text", {"cache_salt": "s"})
@@ -125,19 +128,14 @@ async def test_cached_tokens_may_be_left_out_if_there_are_none() -> None:
     assert cached == [None, 5, 0]
 
 
-async def test_a_wrong_key_is_an_error() -> None:
-    async def call(*_: Any) -> Any:
-        raise RequestRefused("key", 401, "unauthorized")
-
+async def test_a_refused_render_or_aborted_prefill_is_an_error() -> None:
+    refuse = AsyncMock(side_effect=RequestRefused("key", 401, "unauthorized"))
     with pytest.raises(RequestRefused, match="key"):
-        await PlainServer(call, None).render(MESSAGES, {})
-
-
-async def test_an_aborted_prefill_is_an_error() -> None:
+        await PlainServer(refuse, None).render(MESSAGES, {})
     reason = {"type": "abort", "message": "full", "status_code": 503}
     fake = FakeServer(*SGLANG, generate={"meta_info": {"finish_reason": reason}})
     with pytest.raises(RequestRefused, match="full"):
-        await PlainServer(fake.call, None).prefill("text", NO_NAMESPACE)
+        await fake.plain().prefill("text", NO_NAMESPACE)
 
 
 async def test_the_choice_is_checked() -> None:
@@ -162,13 +160,12 @@ async def test_prefills_are_timed_only_if_they_run_alone() -> None:
         _, seconds[name] = await server.prefill(name, {"cache_salt": "s"})
 
     async with anyio.create_task_group() as group:
-        group.start_soon(prefill, "1")
-        await anyio.wait_all_tasks_blocked()
-        group.start_soon(prefill, "2")
-        await anyio.wait_all_tasks_blocked()
-        gates["1"].set()
-        await anyio.wait_all_tasks_blocked()
-        gates["2"].set()
+        for name in gates:
+            group.start_soon(prefill, name)
+            await anyio.wait_all_tasks_blocked()
+        for gate in gates.values():
+            gate.set()
+            await anyio.wait_all_tasks_blocked()
     assert seconds == {"1": None, "2": None}
     await prefill("1")
     assert seconds["1"] is not None
@@ -177,4 +174,4 @@ async def test_prefills_are_timed_only_if_they_run_alone() -> None:
 async def test_a_message_with_an_image_is_refused() -> None:
     parts = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "u"}}]
     with pytest.raises(MalformedRequest, match="images"):
-        await PlainServer(FakeServer(*SGLANG).call, None).render([{"content": parts}], {})
+        await FakeServer(*SGLANG).plain().render([{"content": parts}], {})

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.engine.plain import (
-    MIN_STEP_TOKENS,
-    MIN_UNMEASURED_STEP_TOKENS,
-    StepCosts,
-    tokens_to_come,
-)
+from flashmoa.engine import plain
 
 
 class Clock:
@@ -25,26 +20,33 @@ class Clock:
         return self.now
 
 
-def run_text(costs: StepCosts, length: int, expected: int | None) -> list[int]:
+def run_text(costs: plain.StepCosts, length: int, expected: int | None) -> list[int]:
     """Write a text token by token; return after how many tokens steps were sent."""
     sent, steps = 0, list[int]()
     for written in range(1, length + 1):
-        if costs.pays(written - sent, tokens_to_come(written, expected)):
+        if costs.pays(written - sent, plain.tokens_to_come(written, expected)):
             steps.append(written)
             sent = written
     return steps
 
 
-def measured(overhead: float, per_token: float = 0.001) -> StepCosts:
+def make_costs(*steps: tuple[int, int | None, float, int]) -> tuple[plain.StepCosts, Clock]:
+    """Return the costs of a server that has taken these steps, and their clock."""
+    clock = Clock()
+    costs = plain.StepCosts(clock)
+    for tokens, cached, seconds, before in steps:
+        costs.add(tokens, cached, seconds, before=before)
+    return costs, clock
+
+
+def measured(overhead: float, per_token: float = 0.001) -> plain.StepCosts:
     """Return the costs of a server with this overhead, in seconds."""
-    costs = StepCosts(Clock())
-    for tokens in (1_000_000, 100, 200):
-        costs.add(tokens, 0, overhead + tokens * per_token, before=0)
-    return costs
+    sizes = (1_000_000, 100, 200)
+    return make_costs(*((n, 0, overhead + n * per_token, 0) for n in sizes))[0]
 
 
 @given(length=st.integers(1, 3000), overhead=st.sampled_from([0.0, 0.01, 0.2, 3.0]))
-def test_an_expected_length_takes_logarithmic_steps(length: int, overhead: float) -> None:
+def test_expected_lengths_take_few_steps(length: int, overhead: float) -> None:
     costs = measured(overhead)
     steps = run_text(costs, length, length)
     assert len(steps) <= max(0.0, math.log2(length / costs.least_tokens)) + 1
@@ -54,15 +56,15 @@ def test_an_expected_length_takes_logarithmic_steps(length: int, overhead: float
 
 @given(length=st.integers(1, 3000), expected=st.none() | st.integers(1, 3000))
 def test_wrong_expectations_take_few_steps(length: int, expected: int | None) -> None:
-    costs = StepCosts(Clock())
+    costs, _ = make_costs()
     steps = run_text(costs, length, expected)
     sizes = [b - a for a, b in pairwise([0, *steps])]
-    assert all(size >= MIN_STEP_TOKENS for size in sizes)
+    assert all(size >= plain.MIN_STEP_TOKENS for size in sizes)
     assert len(steps) <= math.log2(3000) + math.log(max(length, 2), 1.5)
     if expected is None:
         # Each step leaves at most a third of the text to later steps.
         left = length - (steps[-1] if steps else 0)
-        assert left < max(MIN_STEP_TOKENS, length / 3) + 1
+        assert left < max(plain.MIN_STEP_TOKENS, length / 3) + 1
 
 
 @pytest.mark.parametrize(("overhead", "least"), [(0.0, 64), (0.05, 64), (0.2, 200), (3.0, 3000)])
@@ -77,48 +79,37 @@ def test_one_slow_step_does_not_count_as_overhead() -> None:
 
 
 def test_measurements_expire() -> None:
-    clock = Clock()
-    costs = StepCosts(clock)
-    costs.add(1000, 0, 1.0, before=0)
-    for _ in range(3):
-        costs.add(10, 0, 10.0, before=0)
+    costs, clock = make_costs((1000, 0, 1.0, 0), *[(10, 0, 10.0, 0)] * 3)
     assert not costs.pays(1000, 0)
     clock.now = 61.0
-    assert costs.pays(MIN_STEP_TOKENS, 0)
+    assert costs.pays(plain.MIN_STEP_TOKENS, 0)
 
 
-def test_servers_without_cache_report_get_larger_steps() -> None:
-    costs = StepCosts(Clock())
+def test_no_cache_report_means_larger_steps() -> None:
+    costs, _ = make_costs()
     assert costs.add(1000, None, 0.1, before=500)
-    assert not costs.pays(MIN_UNMEASURED_STEP_TOKENS - 1, 0)
-    assert costs.pays(MIN_UNMEASURED_STEP_TOKENS, 0)
+    assert not costs.pays(plain.MIN_UNMEASURED_STEP_TOKENS - 1, 0)
+    assert costs.pays(plain.MIN_UNMEASURED_STEP_TOKENS, 0)
     # It is measured from its first report on.
     costs.add(100, 0, 0.1, before=0)
-    assert costs.pays(MIN_STEP_TOKENS, 0)
+    assert costs.pays(plain.MIN_STEP_TOKENS, 0)
 
 
 @pytest.mark.parametrize(("cached", "is_found"), [(0, False), (499, False), (500, True)])
-def test_nothing_pays_after_the_cache_lost_a_prompt(cached: int, is_found: bool) -> None:
-    clock = Clock()
-    costs = StepCosts(clock)
+def test_nothing_pays_after_a_lost_prompt(cached: int, is_found: bool) -> None:
+    costs, clock = make_costs()
     assert costs.add(2000, cached, 0.1, before=1000) == is_found
-    clock.now = 59.0
-    assert costs.pays(100_000, 0) == is_found
-    clock.now = 61.0
-    assert costs.pays(100_000, 0)
+    for clock.now, pays in (59.0, is_found), (61.0, True):
+        assert costs.pays(100_000, 0) == pays
 
 
 def test_a_step_fills_at_least_a_cache_block() -> None:
-    clock = Clock()
-    costs = StepCosts(clock)
+    costs, clock = make_costs()
     # Blocks of 128 tokens: of 1,010 tokens, seven blocks were kept.
     assert costs.add(1200, 7 * 128, 0.1, before=1010)
-    assert costs.least_tokens == 1010 - 7 * 128
-    clock.now = 61.0
-    assert costs.least_tokens == MIN_STEP_TOKENS
+    for clock.now, least in (0.0, 1010 - 7 * 128), (61.0, plain.MIN_STEP_TOKENS):
+        assert costs.least_tokens == least
 
 
 def test_fully_cached_steps_are_not_measured() -> None:
-    costs = StepCosts(Clock())
-    costs.add(1000, 1000, 5.0, before=0)
-    assert costs.least_tokens == MIN_STEP_TOKENS
+    assert make_costs((1000, 1000, 5.0, 0))[0].least_tokens == plain.MIN_STEP_TOKENS

@@ -46,8 +46,8 @@ class RecordingClient(EngineClient):
 def test_only_set_prompt_fields_are_kept() -> None:
     body = {**FIELDS, "model": "m", "messages": MESSAGES, "temperature": 0.0, "stream": True}
     assert prompt_fields(body) == FIELDS
-    assert prompt_fields({"messages": [], "tools": [], "chat_template_kwargs": {}}) == {}
-    assert prompt_fields({"messages": [], "reasoning_effort": None}) == {}
+    unset = {"messages": [], "tools": [], "chat_template_kwargs": {}, "reasoning_effort": None}
+    assert prompt_fields(unset) == {}
 
 
 async def test_the_engine_is_given_all_fields() -> None:

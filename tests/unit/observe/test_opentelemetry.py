@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,42 +14,30 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from flashmoa import observe
 from flashmoa.engine import PromptUsage
-from flashmoa.observe import (
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    Event,
-    FirstToken,
-    LinkAdvanced,
-    LinkClosed,
-    LinkOpened,
-    opentelemetry,
-)
+from flashmoa.observe import opentelemetry
 from flashmoa.observe.opentelemetry import OpenTelemetry
 
 B = {"agent": "B", "engine": "http://b:30000"}
 CALL = {**B, "call_id": "1"}
+PREFILL = {"start": 1.0, "end": 2.5, "tokens": 500}
 USAGE = PromptUsage.from_openai(
     {
         "prompt_tokens": 600,
         "completion_tokens": 20,
         "prompt_tokens_details": {"cached_tokens": 590, "streamed_tokens": 500, "late_tokens": 10},
-        "prompt_stream": {
-            "id": "s",
-            "status": "hit",
-            "prefills": [{"start": 1.0, "end": 2.5, "tokens": 500}],
-        },
+        "prompt_stream": {"id": "s", "status": "hit", "prefills": [PREFILL]},
     }
 )
-STARTED = CallStarted(**CALL, at=4.0, model="m", stream_id="s")
-LINKED: list[Event] = [
-    LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
-    LinkAdvanced(**B, at=2.5, stream_id="s", received_tokens=510, prefilled_tokens=500),
+STARTED = observe.CallStarted(**CALL, at=4.0, model="m", stream_id="s")
+LINKED: list[observe.Event] = [
+    observe.LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
+    observe.LinkAdvanced(**B, at=2.5, stream_id="s", received_tokens=510, prefilled_tokens=500),
     STARTED,
-    LinkClosed(**B, at=4.25, stream_id="s", reason="used"),
-    FirstToken(**CALL, at=4.5),
-    CallFinished(**CALL, at=6.0, text="It rains.", usage=USAGE, finish_reason="stop"),
+    observe.LinkClosed(**B, at=4.25, stream_id="s", reason="used"),
+    observe.FirstToken(**CALL, at=4.5),
+    observe.CallFinished(**CALL, at=6.0, text="It rains.", usage=USAGE, finish_reason="stop"),
 ]
 
 
@@ -64,8 +51,13 @@ class Telemetry:
         self.reader = InMemoryMetricReader()
         self.meters = MeterProvider([self.reader])
 
-    def listener(self, **more: Any) -> OpenTelemetry:
-        return OpenTelemetry(tracer_provider=self.tracers, meter_provider=self.meters, **more)
+    def listener(self) -> OpenTelemetry:
+        return OpenTelemetry(tracer_provider=self.tracers, meter_provider=self.meters)
+
+    def report(self, *events: observe.Event) -> None:
+        listener = self.listener()
+        for event in events:
+            listener(event)
 
     def spans(self) -> dict[str, ReadableSpan]:
         """Return the spans by name; each name occurs once."""
@@ -80,6 +72,13 @@ class Telemetry:
             point for metric in metrics if metric.name == name for point in metric.data.data_points
         ]
 
+    def sums(self, name: str, attribute: str) -> dict[str, float]:
+        """Return a metric's sums, or its numbers, by an attribute."""
+        return {
+            each.attributes[attribute]: getattr(each, "sum", getattr(each, "value", None))
+            for each in self.points(name)
+        }
+
 
 @pytest.fixture
 def telemetry() -> Telemetry:
@@ -88,11 +87,6 @@ def telemetry() -> Telemetry:
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
-
-
-def report(listener: Callable[[Event], None], events: list[Event]) -> None:
-    for event in events:
-        listener(event)
 
 
 def times(span: ReadableSpan) -> tuple[float, float]:
@@ -105,7 +99,7 @@ def parent(span: ReadableSpan) -> int | None:
 
 
 def test_a_linked_call_has_four_spans(telemetry: Telemetry) -> None:
-    report(telemetry.listener(), LINKED)
+    telemetry.report(*LINKED)
     spans = telemetry.spans()
     assert list(spans) == ["link B", "prefill", "chat m", "invoke_agent B"]
     agent, chat, link, prefill = (
@@ -145,53 +139,46 @@ def test_a_linked_call_has_four_spans(telemetry: Telemetry) -> None:
 
 def test_a_call_without_a_link_says_why(telemetry: Telemetry) -> None:
     unlinked = replace(STARTED, stream_id=None, unlinked="its agent sleeps")
-    report(telemetry.listener(), [unlinked, CallFinished(**CALL, at=6.0)])
+    telemetry.report(unlinked, observe.CallFinished(**CALL, at=6.0))
     chat = telemetry.spans()["chat m"]
     assert attributes(chat)["flashmoa.link.unlinked"] == "its agent sleeps"
 
 
-def test_metrics_of_finished_and_failed_calls(telemetry: Telemetry) -> None:
-    closed = LinkClosed(**B, stream_id=None, reason="too late")  # It never had a stream.
-    report(telemetry.listener(), [*LINKED, closed])
-    (duration,) = telemetry.points("gen_ai.client.operation.duration")
-    assert duration.sum == 2.0 and duration.attributes["gen_ai.request.model"] == "m"
-    (first,) = telemetry.points("gen_ai.client.operation.time_to_first_chunk")
-    assert first.sum == 0.5
-    tokens = telemetry.points("gen_ai.client.token.usage")
-    assert {p.attributes["gen_ai.token.type"]: p.sum for p in tokens} == {
-        "input": 600,
-        "output": 20,
-    }
-    prompt = telemetry.points("flashmoa.prompt.tokens")
-    assert {p.attributes["flashmoa.prompt.source"]: p.value for p in prompt} == {
-        "streamed": 500,
-        "cached": 90,
-        "late": 10,
-    }
-    links = {
-        p.attributes["flashmoa.link.reason"]: p.value for p in telemetry.points("flashmoa.links")
-    }
-    assert links == {"used": 1, "too late": 1}
+def test_metrics_of_finished_calls(telemetry: Telemetry) -> None:
+    # The last link never had a stream.
+    closed = observe.LinkClosed(**B, stream_id=None, reason="too late")
+    telemetry.report(*LINKED, closed)
+    for name, expected in {
+        ("gen_ai.client.operation.duration", "gen_ai.request.model"): {"m": 2.0},
+        ("gen_ai.client.operation.time_to_first_chunk", "gen_ai.request.model"): {"m": 0.5},
+        ("gen_ai.client.token.usage", "gen_ai.token.type"): {"input": 600, "output": 20},
+        ("flashmoa.prompt.tokens", "flashmoa.prompt.source"): {
+            "streamed": 500, "cached": 90, "late": 10,
+        },
+        ("flashmoa.links", "flashmoa.link.reason"): {"used": 1, "too late": 1},
+    }.items():  # fmt: skip
+        assert telemetry.sums(*name) == expected
 
 
 def test_failed_call_ends_spans_with_error_type(telemetry: Telemetry) -> None:
-    failed = CallFailed(**CALL, at=5.0, error="TimeoutError('x')", error_type="TimeoutError")
-    closed = LinkClosed(**B, at=4.5, stream_id="s", reason="EngineUnreachable: gone")
-    report(telemetry.listener(), [*LINKED[:3], closed, failed])
+    failed = observe.CallFailed(
+        **CALL, at=5.0, error="TimeoutError('x')", error_type="TimeoutError"
+    )
+    gone = observe.LinkClosed(**B, at=4.5, stream_id="s", reason="EngineUnreachable: gone")
+    telemetry.report(*LINKED[:3], gone, failed)
     for name in ("chat m", "invoke_agent B"):
         span = telemetry.spans()[name]
         assert span.status.status_code is trace.StatusCode.ERROR
         assert attributes(span)["error.type"] == "TimeoutError"
         assert times(span) == (4.0, 5.0)
     assert attributes(telemetry.spans()["link B"])["error.type"] == "EngineUnreachable"
-    (duration,) = telemetry.points("gen_ai.client.operation.duration")
-    assert duration.attributes["error.type"] == "TimeoutError"
+    assert telemetry.sums("gen_ai.client.operation.duration", "error.type") == {"TimeoutError": 1.0}
     (links,) = telemetry.points("flashmoa.links")
     assert links.attributes == {"flashmoa.link.reason": "EngineUnreachable"}
 
 
 def test_a_call_that_failed_before_its_request(telemetry: Telemetry) -> None:
-    report(telemetry.listener(), [CallFailed(**CALL, at=5.0, error="x", error_type="Upstream")])
+    telemetry.report(observe.CallFailed(**CALL, at=5.0, error="x", error_type="Upstream"))
     (span,) = telemetry.spans().values()
     assert span.name == "invoke_agent B" and times(span) == (5.0, 5.0)
     assert attributes(span)["error.type"] == "Upstream"
@@ -202,38 +189,41 @@ def test_calls_are_children_of_the_current_span(telemetry: Telemetry) -> None:
     """If that is a span of the agent, as AutoGen makes it, there is no second one."""
     tracer = telemetry.tracers.get_tracer("a framework")
     names = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "B"}
+    listener = telemetry.listener()
     with tracer.start_as_current_span("its agent", attributes=names) as own:
-        listener = telemetry.listener()
-        report(listener, LINKED[:3])
-    report(listener, LINKED[3:])
+        for event in LINKED[:3]:
+            listener(event)
+    for event in LINKED[3:]:
+        listener(event)
     spans = telemetry.spans()
     assert "invoke_agent B" not in spans
     assert parent(spans["chat m"]) == parent(spans["link B"]) == own.get_span_context().span_id
     telemetry.exporter.clear()
     names["gen_ai.agent.name"] = "somebody else"
     with tracer.start_as_current_span("a supervisor", attributes=names) as other:
-        report(telemetry.listener(), LINKED)
+        telemetry.report(*LINKED)
     assert parent(telemetry.spans()["invoke_agent B"]) == other.get_span_context().span_id
 
 
-def test_an_unused_link_has_the_span_of_its_opening(telemetry: Telemetry) -> None:
+def test_an_unused_link_has_its_openings_span(telemetry: Telemetry) -> None:
     listener = telemetry.listener()
     with telemetry.tracers.get_tracer("x").start_as_current_span("run") as run:
-        report(listener, LINKED[:2])
-    report(listener, [LinkClosed(**B, stream_id="s", reason="abort")])
+        for event in LINKED[:2]:
+            listener(event)
+    listener(observe.LinkClosed(**B, stream_id="s", reason="abort"))
     link = telemetry.spans()["link B"]
     assert parent(link) == run.get_span_context().span_id and link.status.is_unset
 
 
-def test_oldest_unfinished_calls_and_links_are_dropped(
+def test_the_oldest_unfinished_are_dropped(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opentelemetry, "_MAX_KEPT", 2)
     listener = telemetry.listener()
     for number in range(5):
         agent = {"agent": f"agent-{number}", "engine": "http://b"}
-        listener(LinkOpened(**agent, upstream=(), stream_id=f"s{number}"))
-        listener(CallStarted(**agent, call_id=f"{number}", model=f"m{number}"))
+        listener(observe.LinkOpened(**agent, upstream=(), stream_id=f"s{number}"))
+        listener(observe.CallStarted(**agent, call_id=f"{number}", model=f"m{number}"))
     assert {len(kept) for kept in (listener._calls, listener._links)} == {2}
     assert {f"chat m{n}" for n in range(3)} == {n for n in telemetry.spans() if "chat" in n}
     listener.close()
@@ -244,5 +234,6 @@ def test_oldest_unfinished_calls_and_links_are_dropped(
 def test_the_import_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.delitem(sys.modules, "flashmoa.observe.opentelemetry")
-    with pytest.raises(ImportError, match=r"pip install 'flashmoa\[opentelemetry\]'"):
+    message = r"\.opentelemetry needs OpenTelemetry \(.*opentelemetry.*'flashmoa\[opentelemetry\]'$"
+    with pytest.raises(ModuleNotFoundError, match=message):
         import flashmoa.observe.opentelemetry  # noqa: F401

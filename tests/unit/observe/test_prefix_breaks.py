@@ -143,7 +143,7 @@ def test_the_first_different_message_is_named(
         ([{"name": "a", "strict": True}], [{"strict": True, "name": "a"}]),
     ],
 )
-def test_tools_that_differ_are_named_before_messages(old: Tools, new: Tools) -> None:
+def test_differing_tools_are_named_first(old: Tools, new: Tools) -> None:
     broken = compare(system("Turn 1."), system("Turn 2."), old, new)
     assert broken.place == "the list of tools" and "same tools" in broken.remedy
 
@@ -176,7 +176,7 @@ def test_settings_at_the_beginning_break_prefixes(
 GUIDE = user("A guide to the mountains. " * 50)
 
 
-def test_first_prompts_are_compared_with_similar_ones() -> None:
+def test_first_prompts_are_compared() -> None:
     planner, reviewer = system("You plan.", GUIDE), system("You review.", GUIDE)
     calls = [
         call(planner, agent="planner"),

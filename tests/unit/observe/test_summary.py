@@ -1,32 +1,25 @@
-"""Overlaps of prefills and decodes, handoffs, and notes."""
+"""Test the figures of runs, how reports show them, and what reports hold."""
 
 from __future__ import annotations
 
+import io
 import re
+import time
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from flashmoa import observe
 from flashmoa.engine import PromptUsage, Span, StreamFigures, StreamUse
-from flashmoa.observe import (
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    Event,
-    FirstToken,
-    LinkAdvanced,
-    LinkClosed,
-    LinkDeclined,
-    LinkOpened,
-    LinkWaits,
-    StreamFound,
-    UpstreamFailed,
-)
 from flashmoa.observe.calls import calls, handoffs
-from flashmoa.observe.events import FIRST, LATE, WHOLE
+from flashmoa.observe.events import FIRST, LATE, WHOLE, Listener, ignore
+from flashmoa.observe.report import Report
 from flashmoa.observe.summary import (
     LINK_WORDS,
     Overlap,
@@ -38,7 +31,9 @@ from flashmoa.observe.summary import (
     seconds,
     summary,
 )
+from flashmoa.observe.timeline import lanes
 from tests.conftest import ROOT
+from tests.unit.events import answered, closed, opened
 
 E = {"engine": "http://e"}
 
@@ -52,21 +47,14 @@ def used(use: StreamUse | None = None, **tokens: int) -> PromptUsage:
 def call(
     agent: str,
     at: float,
-    token: float,
+    token: float | None,
     end: float,
     use: StreamUse | None = None,
-    *,
-    usage: PromptUsage | None = None,
-    **started: Any,
-) -> list[Event]:
-    """Return the events of a call, given more fields of its start."""
-    who: dict[str, Any] = {**E, "agent": agent, "call_id": agent}
+    **more: Any,
+) -> list[observe.Event]:
+    """Return the events of a call that used its link so."""
     stream = use.id if use is not None else None
-    return [
-        CallStarted(**who, at=at, **{"stream_id": stream, **started}),
-        FirstToken(**who, at=token),
-        CallFinished(**who, at=end, usage=usage or used(use)),
-    ]
+    return answered(agent, at, token, end, **{"usage": used(use), "stream_id": stream, **more})
 
 
 def use(*spans: tuple[float, float], status: str = "hit") -> StreamUse:
@@ -87,7 +75,7 @@ def test_prefill_counts_until_the_call() -> None:
     st.lists(st.tuples(st.floats(0, 16), st.floats(0.1, 4), st.integers(1, 99)), max_size=5),
     st.integers(0, 300),
 )
-def test_tokens_computed_after_the_request_are_late(
+def test_tokens_after_the_request_are_late(
     prefills: list[tuple[float, float, int]], cached: int
 ) -> None:
     """The request, sent at 8, has waited for them: they have saved nothing."""
@@ -120,21 +108,22 @@ def test_stream_without_hit_has_no_overlap(status: str) -> None:
 
 
 def test_figures_of_a_front_end_come_after_answers() -> None:
-    who = {"agent": "B", "engine": "http://e", "at": 11}
     plain = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=64)
     events = call("B", 8, 8.5, 10, usage=plain, stream_id="http://w s")
     figures = StreamFigures(
         cached_tokens=90, streamed_tokens=70, late_tokens=10, prompt_stream=use((0, 4))
     )
-    (found,) = calls([*events, StreamFound(**who, stream_id="http://w s", figures=figures)])
-    assert overlaps([found]) == {"B": Overlap(4.0, 0.5, 70, 10)}
-    assert row(found, None)[1:6] == ["100", "90", "70", "10", "9"]
-    (found,) = calls([*events, StreamFound(**who, stream_id="http://w s", figures=None)])
-    assert (row(found, None)[2], row(found, None)[-1]) == ("64", "elsewhere")
-    (found,) = calls([*events, LinkClosed(**who, stream_id="http://w s", reason="unfinished")])
-    assert row(found, None)[-1] == "unfinished"
-    (found,) = calls(events)
-    assert row(found, None)[-1] == "not told"
+    found = observe.StreamFound(**E, agent="B", at=11, stream_id="http://w s", figures=figures)
+    (last,) = calls([*events, found])
+    assert overlaps([last]) == {"B": Overlap(4.0, 0.5, 70, 10)}
+    assert row(last, None)[1:6] == ["100", "90", "70", "10", "9"]
+    unfinished = closed("unfinished", 11, "http://w s")
+    for more, status in (
+        ([replace(found, figures=None)], "elsewhere"), ([unfinished], "unfinished"),
+        ([], "not told"),
+    ):  # fmt: skip
+        (last,) = calls([*events, *more])
+        assert (row(last, None)[2], row(last, None)[-1]) == ("64", status)
 
 
 def test_summary_has_the_figures_of_a_run() -> None:
@@ -142,8 +131,8 @@ def test_summary_has_the_figures_of_a_run() -> None:
     events = [
         *call("A", 0, 2, 8),
         *call("B", 8, 8.5, 10, use((0, 4))),
-        CallStarted(**failed, at=10),
-        CallFailed(**failed, at=11, error="no"),
+        observe.CallStarted(**failed, at=10),
+        observe.CallFailed(**failed, at=11, error="no"),
     ]
     whole = summary(calls(events))
     assert (whole.end_to_end, whole.failed, whole.first_token) == (11, 1, 1.25)
@@ -158,11 +147,12 @@ def test_summary_has_the_figures_of_a_run() -> None:
 
 def test_a_hit_counts_whose_answer_came_as_a_whole() -> None:
     """It has no first token: agents with tools may not ask for a stream."""
-    events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
-    whole = summary(calls(event for event in events if not isinstance(event, FirstToken)))
+    first, hit = call("A", 0, 2, 8), use((0, 4))
+    whole = summary(calls([*call("A", 0, None, 8), *call("B", 8, None, 10, hit)]))
     assert (whole.linked, whole.overlap) == (1, Overlap(4.0, None, 70, 10))
     assert str(whole).endswith("70 were prefilled ahead and 10 were left to compute")
-    more = summary(calls([*events, *whole_answer("C")]))
+    last = call("C", 10, None, 12, use((5, 6)))
+    more = summary(calls([*first, *call("B", 8, 8.5, 10, hit), *last]))
     assert (more.linked, more.overlap.left, more.overlap.ahead_tokens) == (2, 0.5, 140)
 
 
@@ -186,7 +176,7 @@ def test_the_wait_is_compared_with_the_estimate() -> None:
         (900, "the engine had not begun with its stream when its request came"),
     ],
 )
-def test_a_hit_that_gained_nothing_reads_so_and_why(late: int, why: str) -> None:
+def test_a_hit_that_gained_nothing_says_why(late: int, why: str) -> None:
     usage = used(use(), streamed_tokens=0, late_tokens=late)
     events = call("A", 0, 1, 2, use(), usage=usage)
     [found] = calls(events)
@@ -219,10 +209,9 @@ def test_an_unlinked_call_has_a_word_and_a_reason(
 
 def test_a_reason_without_a_link_is_told_once() -> None:
     """The planner declines it once; each of its calls says why it has no link."""
-    declined = [
-        LinkDeclined(agent=agent, engine="", at=0, reason="its agent sleeps") for agent in "AB"
-    ]
-    events = call("A", 1, 2, 3, unlinked="its agent sleeps")
+    why = "its agent sleeps"
+    declined = [observe.LinkDeclined(agent=name, engine="", at=0, reason=why) for name in "AB"]
+    events = call("A", 1, 2, 3, unlinked=why)
     found = [(note.agent, note.kind) for note in notes([*declined, *events])]
     assert found == [("A", "declined"), ("B", "declined")]
     assert [note.kind for note in notes(events)] == ["unlinked"]
@@ -238,24 +227,22 @@ def test_every_status_of_an_engine_has_a_meaning() -> None:
 
 @given(st.lists(st.sampled_from(["used", "unused", "OSError: no", ""]), max_size=8))
 def test_each_link_is_counted_by_its_end(ends: list[str]) -> None:
-    who = {"agent": "B", "engine": "http://e"}
-    events: list[Event] = [LinkClosed(**who, stream_id=None, reason="too late")]
+    events: list[observe.Event] = [closed("too late", stream_id=None)]
     for number, reason in enumerate(ends):
-        events.append(LinkOpened(**who, upstream=("A",), stream_id=f"{number}"))
+        events.append(opened(stream_id=f"{number}"))
         if reason:
-            events.append(LinkClosed(**who, stream_id=f"{number}", reason=reason))
+            events.append(closed(reason, stream_id=f"{number}"))
     counted = count_links(events)
-    expected = Counter(reason or "still open" for reason in [*ends, "too late"])
-    assert counted == expected
+    assert counted == Counter(reason or "still open" for reason in [*ends, "too late"])
     assert "still open" not in list(counted)[:-1]
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
     """A plain engine has none, and neither has an answer without usage. The links were used."""
-    opened = LinkOpened(**E, agent="P", upstream=("A",), stream_id="p", plain=is_plain, at=0)
     usage = PromptUsage(prompt_tokens=9, completion_tokens=1)
-    plain = [opened, *call("P", 1, 2, 3, usage=usage, stream_id="p")]
+    link = opened("P", stream_id="p", plain=is_plain)
+    plain = [link, *call("P", 1, 2, 3, usage=usage, stream_id="p")]
     whole = summary(calls(plain))
     assert (whole.linked, whole.untold, whole.overlap.ahead_tokens) == (1, 1, 0)
     assert str(whole).endswith("1 calls linked, 1 of these without figures of what that gained")
@@ -264,20 +251,13 @@ def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
     assert "Of the others' prompt tokens, 70 were prefilled ahead" in str(mixed)
 
 
-def whole_answer(agent: str) -> list[Event]:
-    made = call(agent, 10, 11, 12, use((5, 6)))
-    return [event for event in made if not isinstance(event, FirstToken)]
-
-
-def written(name: str, at: float, end: float) -> list[Event]:
+def written(name: str, at: float, end: float) -> list[observe.Event]:
     """Return a call of agent A with an id of its own; its first text comes half a second later."""
-    who = {"agent": "A", "engine": "http://e", "call_id": name}
-    token = FirstToken(**who, at=at + 0.5)
-    return [CallStarted(**who, at=at), token, CallFinished(**who, at=end)]
+    return answered("A", at, at + 0.5, end, id_=name)
 
 
 @pytest.mark.parametrize(
-    ("opened", "upstream", "events", "expected"),
+    ("at", "upstream", "events", "expected"),
     [
         # B wrote while A did; B's text could stream only after A's was complete.
         (0.5, ("user", "A", "B"), [*call("A", 0, 1, 4), *call("B", 0, 2, 6)], "A 1 4, B 4 6"),
@@ -292,54 +272,128 @@ def written(name: str, at: float, end: float) -> list[Event]:
     ],
 )
 def test_handoffs_follow_the_prompts_order(
-    opened: float, upstream: tuple[str, ...], events: list[Event], expected: str
+    at: float, upstream: tuple[str, ...], events: list[observe.Event], expected: str
 ) -> None:
-    link = LinkOpened(agent="M", engine="http://e", at=opened, upstream=upstream, stream_id="s")
+    link = opened("M", at, upstream=upstream)
     found = handoffs([link, *events, *call("M", 7, 8, 9, use((1, 2)))])["M"]
     assert ", ".join(f"{one.writer} {one.start:g} {one.end:g}" for one in found) == expected
 
 
 def test_notes_name_failures_and_declined_links() -> None:
-    who = {"agent": "B", "engine": "http://e"}
-    events: list[Event] = [
-        LinkClosed(**who, at=9, stream_id="s", reason="used"),
-        LinkClosed(**who, at=8, stream_id="s", reason="mispredicted"),
-        LinkClosed(**who, at=7, stream_id="s", reason="unused"),
-        UpstreamFailed(**who, at=6, upstream="A", failure="stall", action="finalize"),
-        LinkWaits(**who, at=5, upstream="A", reason="it calls tools"),
-        LinkDeclined(**who, at=4, reason="no room"),
-        CallStarted(**who, at=3, call_id="1", late=True),
+    who = {**E, "agent": "B"}
+    failed = observe.UpstreamFailed(**who, at=6, upstream="A", failure="stall", action="finalize")
+    events: list[observe.Event] = [
+        *(closed(why, at) for why, at in (("used", 9), ("mispredicted", 8), ("unused", 7))),
+        failed,
+        observe.LinkWaits(**who, at=5, upstream="A", reason="it calls tools"),
+        observe.LinkDeclined(**who, at=4, reason="no room"),
+        observe.CallStarted(**who, at=3, call_id="1", late=True),
         *call("C", 10, 11, 12, use((1, 2), status="mispredicted")),
+        closed("OSError: no", 20),
     ]
-    events.append(LinkClosed(**who, at=20, stream_id="s", reason="OSError: no"))
-    found = [(note.agent, note.kind) for note in notes(events)]
-    assert found.pop() == ("B", "link failed")
-    assert found == [
-        ("B", "late"),
-        ("B", "declined"),
-        ("B", "waits"),
-        ("B", "upstream failed"),
-        ("B", "ended"),
-        ("B", "mispredicted"),
-        ("C", "mispredicted"),
-    ]
+    kinds = ["late", "declined", "waits", "upstream failed", "ended", "mispredicted"]
+    assert [(note.agent, note.kind) for note in notes(events)] == [
+        *(("B", kind) for kind in kinds), ("C", "mispredicted"), ("B", "link failed")
+    ]  # fmt: skip
     assert "A failed (stall); action: finalize" in [note.text for note in notes(events)]
 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_row_has_the_tokens_of_a_plain_link(plain: bool) -> None:
-    who = {"agent": "B", "engine": "http://e"}
     usage = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=88)
-    events: list[Event] = [
-        LinkOpened(**who, at=0, upstream=("A",), stream_id="s", plain=plain),
-        *(
-            LinkAdvanced(**who, at=at, stream_id="s", received_tokens=at, prefilled_tokens=at)
-            for at in (50, 80)
-        ),
-        CallStarted(**who, at=90, call_id="B", stream_id="s"),
-        FirstToken(**who, at=91, call_id="B"),
-        CallFinished(**who, at=92, call_id="B", usage=usage),
+    advanced = [
+        observe.LinkAdvanced(
+            **E, agent="B", at=at, stream_id="s", received_tokens=at, prefilled_tokens=at
+        )
+        for at in (50, 80)
     ]
-    (found,) = calls(events)
+    events = [opened(plain=plain), *advanced, *call("B", 90, 91, 92, usage=usage, stream_id="s")]
     streamed, status = ("80", "plain") if plain else ("", "not told")
-    assert row(found, None) == ["B", "100", "88", streamed, "", "9", "", "1.00 s", status]
+    expected = ["B", "100", "88", streamed, "", "9", "", "1.00 s", status]
+    assert row(calls(events)[0], None) == expected
+
+
+def reported(events: Iterable[observe.Event], listener: Listener = ignore) -> Report:
+    report = Report(listener)
+    for event in events:
+        report(event)
+    return report
+
+
+def test_a_report_shows_calls_and_gains() -> None:
+    heard: list[observe.Event] = []
+    assert str(Report()) == "No call has finished."
+    events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
+    report = reported(events, heard.append)
+    shown = str(report)
+    assert "1 of 2 calls linked" in shown and "B" in shown and "hit" in shown
+    assert (report.summary.linked, report.notes, heard) == (1, [], events)
+    # Only the words that are in the table are explained.
+    assert "link: hit: its prompt began with its stream\n" in shown
+    assert "Not prefilled ahead" not in shown and "What failed" not in shown
+    # Notebooks show it as HTML.
+    assert "calls linked" in report._repr_mimebundle_([], [])["text/html"]
+
+
+def test_a_report_says_why_nothing_was_linked() -> None:
+    events: list[observe.Event] = []
+    for number, agent in enumerate("ABCDEFA"):
+        reason = FIRST if not number else "its workflow is not linked"
+        more = {"id_": f"{number}", "unlinked": reason}
+        events += call(agent, number, number + 0.5, number + 1, **more)
+    waits = {"engine": "http://e", "upstream": "A", "reason": "it decides who speaks"}
+    events += [observe.LinkWaits(agent=agent, at=1, **waits) for agent in "BC"]
+    events += [closed(why, 8, None) for why in ("unused", "abort", "mispredicted")]
+    shown = str(reported(events))
+    assert "0 of 7 calls linked\n" in shown
+    assert "link: first: it began the run; none: not linked, see below\n" in shown
+    assert "  B, C, D, E, 2 more: its workflow is not linked\n" in shown
+    assert "  B, C: the text of A is not streamed to it: it decides who speaks\n" in shown
+    assert "1 unused, 1 abort, 1 mispredicted" in shown and "the link ended" not in shown
+    assert "What failed" not in shown
+
+
+def test_failures_are_shown_apart() -> None:
+    who = {"agent": "B", "engine": "http://e"}
+    declined = observe.LinkDeclined(**who, at=3, reason="no room")
+    failed = observe.UpstreamFailed(**who, at=5, upstream="A", failure="stall", action="abort")
+    events = [*call("A", 0, 1, 2), declined, closed("OSError: no", 4, None), failed]
+    ordinary, _, failed = str(reported(events)).partition("\nWhat failed\n")
+    assert ordinary.endswith("Not prefilled ahead, and why\n  B: no room\n")
+    assert failed.splitlines() == [
+        "  4.00 s, B: its link failed: OSError: no",
+        "  5.00 s, B: A failed (stall); action: abort",
+    ]
+
+
+def test_open_links_are_counted() -> None:
+    links = [opened(), opened(stream_id="t"), closed("used")]
+    report = reported([*call("A", 0, 2, 8), *links])
+    assert report.links == {"used": 1, "still open": 1}
+    assert "links, by why they ended: 1 used, 1 still open" in str(report)
+
+
+def test_a_report_holds_few_events_and_no_text() -> None:
+    report = Report()
+    who = {"agent": "A", "engine": "http://e", "call_id": "a"}
+    report(observe.PromptSent(**who, messages=[{"role": "user", "content": "secret"}]))
+    for _ in range(5000):
+        report(observe.FirstToken(**who))
+    report(observe.CallFinished(**who, text="secret"))
+    assert len(report.events) < 5000 and "secret" not in repr(report.events)
+    assert not any(isinstance(event, observe.PromptSent) for event in report.events)
+
+
+def test_a_live_timeline_has_what_has_not_ended() -> None:
+    report, out = Report(), io.StringIO()
+    began = time.time()
+    with report.live(Console(file=out, force_terminal=True, width=60)):
+        for event in call("A", began - 4, began - 2, 0)[:2]:
+            report(event)
+        link = {"agent": "B", "engine": "http://e", "stream_id": "s"}
+        report(opened(at=began - 3))
+        report(observe.LinkAdvanced(**link, received_tokens=9, prefilled_tokens=9, at=began - 1))
+    shown = [line for line in out.getvalue().splitlines() if "|" in line][-2:]
+    assert "A |" in shown[0] and "·" in shown[0] and "█" in shown[0]
+    assert "B |" in shown[1] and "░" in shown[1] and "█" not in shown[1]
+    assert lanes(report.events)[0].bars == []

@@ -1,54 +1,45 @@
-"""Traces are written, read again and shown, with a timeline in the terminal."""
+"""Test how traces are written, read and shown: in the terminal, and as a page."""
 
 from __future__ import annotations
 
 import gc
 import io
+import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from flashmoa import observe
 from flashmoa.cli import trace as command
 from flashmoa.cli.trace import show
 from flashmoa.engine import PromptUsage, Span, StreamUse
-from flashmoa.observe import (
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    Event,
-    FirstToken,
-    LinkAdvanced,
-    LinkClosed,
-    LinkDeclined,
-    LinkOpened,
-    PromptSent,
-    UpstreamFailed,
-)
+from flashmoa.observe import Event, LinkDeclined
+from flashmoa.observe import page as page_module
 from flashmoa.observe.calls import CallReporter, calls
 from flashmoa.observe.events import ignore
+from flashmoa.observe.page import page, run_data
+from flashmoa.observe.summary import NoteKind
 from flashmoa.observe.timeline import LEGEND, draw, lanes
 from flashmoa.observe.trace import Trace, TraceError, add_trace, end_trace, read
+from tests.integration.page.runs import HOSTILE, hostile, long_run
+from tests.unit.events import answered, closed, opened
 
-A = {"agent": "A", "engine": "http://a", "call_id": "a"}
 B = {"agent": "B", "engine": "http://b"}
 USE = StreamUse(id="s", status="hit", prefills=[Span(start=1.0, end=6.0, tokens=500)])
 USAGE = PromptUsage(prompt_tokens=510, completion_tokens=3, prompt_stream=USE)
-EVENTS: list[Event] = [
-    CallStarted(**A, at=0.0),
-    FirstToken(**A, at=2.0),
-    CallFinished(**A, at=8.0, text="x"),
-    CallStarted(**B, call_id="b", at=8.0),
-    FirstToken(**B, call_id="b", at=8.5),
-    CallFinished(**B, call_id="b", at=10.0, text="y", usage=USAGE),
+EVENTS: list[observe.Event] = [
+    *answered("A", 0.0, 2.0, 8.0, engine="http://a", id_="a", text="x"),
+    *answered("B", 8.0, 8.5, 10.0, engine="http://b", id_="b", text="y", usage=USAGE),
 ]
 
 
-def test_prefill_is_drawn_under_the_upstreams_decode() -> None:
+def test_prefills_are_drawn_under_decodes() -> None:
     rows = draw(lanes(EVENTS), columns=44).splitlines()
     assert rows[0].startswith("A |") and rows[1].startswith("B |")
     assert all(len(row) <= 44 for row in rows[:3])
@@ -89,16 +80,16 @@ def test_unfinished_call_has_no_bar() -> None:
     assert draw(lanes(EVENTS[:1])) == "(nothing happened)"
 
 
-LINK: list[Event] = [
-    LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
-    LinkAdvanced(**B, at=3.0, stream_id="s", received_tokens=400, prefilled_tokens=300),
-    UpstreamFailed(**B, at=4.0, upstream="A", failure="stall", action="finalize"),
-    LinkClosed(**B, at=8.0, stream_id="s", reason="used"),
+LINK: list[observe.Event] = [
+    opened(at=0.5, engine="http://b"),
+    observe.LinkAdvanced(**B, at=3.0, stream_id="s", received_tokens=400, prefilled_tokens=300),
+    observe.UpstreamFailed(**B, at=4.0, upstream="A", failure="stall", action="finalize"),
+    closed("used", 8.0, engine="http://b"),
 ]
 RUN = sorted([*EVENTS, *LINK], key=lambda event: event.at)
 
 
-def write(path: Path, events: Iterable[Event], *, prompts: bool = False) -> Path:
+def write(path: Path, events: Iterable[observe.Event], *, prompts: bool = False) -> Path:
     trace = Trace(path, prompts=prompts)
     for event in events:
         trace(event)
@@ -108,8 +99,8 @@ def write(path: Path, events: Iterable[Event], *, prompts: bool = False) -> Path
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     for events in (LINK, LINK[:1], RUN):  # Each replaces the trace before.
-        write(tmp_path / "run.jsonl", events)
-    return tmp_path / "run.jsonl"
+        file = write(tmp_path / "run.jsonl", events)
+    return file
 
 
 def test_reading_returns_what_was_written(file: Path) -> None:
@@ -120,19 +111,14 @@ def test_reading_returns_what_was_written(file: Path) -> None:
     assert read(file) == RUN[:-1]
 
 
-PROMPTS: list[Event] = [
-    PromptSent(
-        agent="A",
-        engine="http://a",
-        at=1.0,
-        call_id=call.call_id,
+PROMPTS: list[observe.Event] = [
+    observe.PromptSent(
+        agent="A", engine="http://a", at=1.0, call_id="a",
         messages=[{"role": "user", "content": "Köln?"}],
         tools=[{"type": "function", "function": {"name": "look"}}],
         settings={"enable_thinking": False, "cache_salt": "s"},
     )
-    for call in EVENTS
-    if isinstance(call, CallStarted) and call.agent == "A"
-]
+]  # fmt: skip
 
 
 def test_prompts_are_written_on_request_only(tmp_path: Path) -> None:
@@ -173,7 +159,7 @@ def test_a_trace_is_replaced_after_all_have_ended(tmp_path: Path) -> None:
     assert read(file) == []
 
 
-def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
+def test_odd_tools_do_not_end_a_trace(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "run.jsonl", prompts=True)
     reporter = CallReporter(trace, agent="A", engine="http://a", model="m")
     reporter.started(None, "")
@@ -183,14 +169,14 @@ def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_prompt_has_its_fields_and_visible_tools() -> None:
-    events: list[Event] = []
+    events: list[Any] = []
     reporter = CallReporter(events.append, agent="A", engine="http://a", model="m")
     body = {"messages": [], "tools": [{"function": {"name": "walk"}}], "temperature": 0}
     template = {"chat_template_kwargs": {"enable_thinking": False}}
     reporter.prompt_sent({**body, **template, "cache_salt": "s", "reasoning_effort": "low"})
     reporter.prompt_sent({**body, "tool_choice": "none"})
-    sent = [(event.tools, event.settings) for event in events if isinstance(event, PromptSent)]
     settings = {"enable_thinking": False, "reasoning_effort": "low", "cache_salt": "s"}
+    sent = [(event.tools, event.settings) for event in events]
     assert sent == [(body["tools"], settings), ([], {"tool_choice": "none"})]
 
 
@@ -221,17 +207,16 @@ def test_a_file_that_is_no_trace_is_not_read(file: Path, line: str, capsys: Any)
     file.write_text(f"{line}\n{file.read_text()}")
     with pytest.raises(TraceError, match=r"is not a trace, .*; its line 1 is not an event"):
         read(file)
-    assert command.main([str(file)]) == 1
-    assert "line 1 is not an event" in capsys.readouterr().err
-    assert command.main([f"{file}-missing"]) == 1
-    assert "does not exist" in capsys.readouterr().err
+    for name, problem in (file, "line 1 is not an event"), (f"{file}-missing", "does not exist"):
+        assert command.main([str(name)]) == 1
+        assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
 @pytest.mark.parametrize(
     "text", ["print('Hello!')", '{"accuracy": 0.9', "[1]", '{"event": "click"}', "12"]
 )
-def test_a_file_that_is_not_a_trace_is_not_overwritten(tmp_path: Path, text: str, end: str) -> None:
+def test_other_files_are_not_overwritten(tmp_path: Path, text: str, end: str) -> None:
     other = tmp_path / "results.json"
     other.write_text(text + end)
     with pytest.raises(ValueError, match="is not a trace; give another name"):
@@ -270,14 +255,78 @@ def test_command_shows_timeline_calls_and_links(file: Path, capsys: Any) -> None
 
 
 @pytest.mark.parametrize("run", [RUN, []])
-def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Event]) -> None:
+def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Any]) -> None:
     """Also if no call has finished, and apart from many notes of other kinds."""
-    declined = [LinkDeclined(**B, at=11.0 + n, reason=f"no room {n}") for n in range(12)]
-    who = {**B, "call_id": "last"}
-    failed = CallFailed(**who, at=25.0, error="EngineUnreachable('http://b [refused]')")
-    events = [*run, *declined, CallStarted(**who, at=24.0), failed]
-    file = write(tmp_path / "run.jsonl", events)
-    assert command.main([str(file)]) == 0
+    declined = [observe.LinkDeclined(**B, at=11.0 + n, reason=f"no room {n}") for n in range(12)]
+    who, error = {**B, "call_id": "last"}, "EngineUnreachable('http://b [refused]')"
+    last = [observe.CallStarted(**who, at=24.0), observe.CallFailed(**who, at=25.0, error=error)]
+    assert command.main([str(write(tmp_path / "run.jsonl", [*run, *declined, *last]))]) == 0
     shown = capsys.readouterr().out
-    assert "B: the call failed: EngineUnreachable('http://b [refused]')\n" in shown
+    assert f"B: the call failed: {error}\n" in shown
     assert shown.count("... and 2 more; a trace's page shows all") == 1
+
+
+def embedded(document: str) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', document)
+    return json.loads(found)
+
+
+def test_run_data_has_lanes_calls_and_notes() -> None:
+    data = run_data(RUN)
+    lanes = [(lane["agent"], lane["engine"]) for lane in data["lanes"]]
+    assert lanes == [("A", "http://a"), ("B", "http://b")]
+    first, second = data["calls"]
+    assert (first["start"], first["token"], first["end"], first["spans"]) == (0, 2, 8, [])
+    assert (second["spans"], second["link"]) == ([[1, 6, 500]], "hit")
+    assert second["overlap"]["ahead"] == 5
+    assert [note["kind"] for note in data["notes"]] == ["upstream failed"]
+    assert data["seconds"] == 10 and data["summary"]["end_to_end"] == 10
+    assert data["links"] == {"used": 1}
+
+
+def test_every_kind_of_note_has_a_badge() -> None:
+    script = (Path(page_module.__file__).parent / "chart.js").read_text()
+    badges = script.partition("const BADGE = {")[2].partition("};")[0]
+    assert set(re.findall('"([a-z ]+)": "', badges)) == set(get_args(NoteKind))
+
+
+def test_concurrent_calls_get_separate_rows() -> None:
+    events: list[Event] = []
+    for name, start, end in (("1", 0, 5), ("2", 1, 3), ("3", 4, 6), ("4", 6, 7)):
+        events += answered("A", start, None, end, id_=name)
+    data = run_data(events)
+    assert [call["row"] for call in data["calls"]] == [0, 1, 1, 0]
+    assert data["lanes"][0]["rows"] == 2
+
+
+def test_an_agent_without_a_call_gets_a_lane() -> None:
+    declined = LinkDeclined(agent="C", engine="", at=3.0, reason="why")
+    data = run_data([*RUN, declined])
+    assert data["lanes"][-1]["agent"] == "C" and data["notes"][0]["lane"] == 2
+    assert run_data([])["lanes"] == []
+
+
+def test_page_is_one_file_that_loads_nothing() -> None:
+    document = page(long_run(3), "run.jsonl")
+    assert "default-src 'none'" in document
+    assert not re.search(r"<link|@import|\ssrc=|href=|url\((?!#)|fetch\(|XMLHttp", document)
+    assert document.count("<script") == 2
+
+
+def test_texts_cannot_break_out_of_their_element() -> None:
+    document = page(hostile(), HOSTILE)
+    assert embedded(document)["lanes"][0]["agent"] == HOSTILE
+    assert "<img" not in document and "<!--" not in document
+    assert document.count("</script>") == 2
+
+
+def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, file = write(tmp_path / "run.json", RUN), tmp_path / "run.html"
+    assert command.main([str(trace), "--html", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert f"For a browser: {file}" in shown
+    assert "1 of 2 calls linked" in " ".join(shown.split())
+    assert embedded(file.read_text()) == json.loads(json.dumps(run_data(RUN)))
+    with pytest.raises(SystemExit):
+        command.main([str(trace), "--html", str(trace)])
+    assert "is the trace itself" in capsys.readouterr().err

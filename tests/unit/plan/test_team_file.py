@@ -22,13 +22,14 @@ from tests.conftest import ROOT
 from tests.unit.plan import teams
 
 
-async def load(folder: Path, text: str, name: str | None = None) -> LoadedTeam:
-    file = folder / "mine.py"
-    file.write_text(text)
-    return await TeamFile(file, name).load()
+async def load(
+    folder: Path, text: str, name: str | None = None, file: str = "mine.py"
+) -> LoadedTeam:
+    (folder / file).write_text(text)
+    return await TeamFile(folder / file, name).load()
 
 
-async def test_a_variables_team_is_loaded_anew_each_time(tmp_path: Path) -> None:
+async def test_a_team_is_loaded_anew_each_time(tmp_path: Path) -> None:
     loaded = await load(tmp_path, teams.ENDING)
     assert loaded.task == "Write about Bergen."
     writer, critic = find_callers(loaded.team)
@@ -45,12 +46,8 @@ async def test_modules_beside_the_file_are_loaded_anew(tmp_path: Path, agents: s
     beside.parent.mkdir(exist_ok=True)
     beside.write_text(teams.TEAM)
     module = "agents.all as agents" if agents == "agents/all.py" else "agents"
-    file = tmp_path / "mine.py"
-    file.write_text(f"""
-import {module}
-team = agents.RoundRobinGroupChat([agents.writer, agents.critic], max_turns=2)
-""")
-    first, second = await TeamFile(file).load(), await TeamFile(file).load()
+    team = "agents.RoundRobinGroupChat([agents.writer, agents.critic], max_turns=2)"
+    first, second = [await load(tmp_path, f"import {module}\nteam = {team}\n") for _ in range(2)]
     assert first.team._participants[0] is not second.team._participants[0]
 
 
@@ -66,17 +63,15 @@ async def test_installed_packages_are_imported_once(
 
 
 @pytest.mark.parametrize(
-    ("example", "clients"),
+    ("example", "names"),
     [("chain", ["first", "second"] * 2), ("mapreduce", ["small"] * 3 + ["large"])],
 )
-async def test_an_example_is_planned_as_it_is(example: str, clients: list[str]) -> None:
+async def test_an_example_is_planned_as_it_is(example: str, names: list[str]) -> None:
     loaded = await TeamFile(ROOT / "examples" / f"{example}.py").load()
     check_plannable(loaded.team)
-    assert loaded.task
     callers = find_callers(loaded.team)
-    assert [caller.address for caller in callers] == [
-        (f"http://{client}/v1", client) for client in clients
-    ]
+    assert [caller.address for caller in callers] == [(f"http://{n}/v1", n) for n in names]
+    assert loaded.task
 
 
 async def test_a_function_may_be_async_and_renamed(tmp_path: Path) -> None:
@@ -90,10 +85,20 @@ async def test_a_function_may_be_async_and_renamed(tmp_path: Path) -> None:
 
 async def test_a_dumped_team_is_loaded(tmp_path: Path) -> None:
     dumped = (await load(tmp_path, teams.ENDING)).team.dump_component().model_dump(mode="json")
-    file = tmp_path / "team.json"
-    file.write_text(json.dumps(dumped))
-    loaded = await TeamFile(file).load()
+    loaded = await load(tmp_path, json.dumps(dumped), file="team.json")
     assert [caller.name for caller in find_callers(loaded.team)] == ["writer", "critic"]
+
+
+ASYNCIO = """
+import asyncio
+async def main(): ...
+run = main()
+try:
+    asyncio.run(run)
+finally:
+    run.close()
+"""
+ENDLESS_WITHIN = teams.NESTED.replace("max_turns=2", "termination_condition=approved")
 
 
 @pytest.mark.parametrize(
@@ -102,34 +107,15 @@ async def test_a_dumped_team_is_loaded(tmp_path: Path) -> None:
         ("x = 1", "has no AgentChat team named build_team or team"),
         ("1 / 0", "ZeroDivisionError: division by zero$"),
         ("raise SystemExit(3)", "SystemExit: 3; what runs the team belongs under"),
-        (
-            "import asyncio\nasync def main(): ...\nrun = main()\n"
-            "try:\n    asyncio.run(run)\nfinally:\n    run.close()",
-            "running event loop; what runs the team belongs under",
-        ),
+        (ASYNCIO, "running event loop; what runs the team belongs under"),
         ("team = 3", "there is a int"),
-    ],
-)
-async def test_a_file_without_a_team_is_refused(tmp_path: Path, text: str, problem: str) -> None:
-    with pytest.raises(PlanError, match=problem):
-        await load(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
         (teams.ENDLESS, "might never end.*--max-turns N"),
-        (
-            teams.NESTED.replace("max_turns=2", "termination_condition=approved"),
-            "the inner team of society might never end.*give it max_turns in the file",
-        ),
+        (ENDLESS_WITHIN, "inner team of society might never end.*give it max_turns in the file"),
         (teams.SELECTED, "speakers are chosen by what models say"),
         (teams.STRUCTURED, "typed answers with structured output"),
     ],
 )
-async def test_a_team_that_depends_on_answers_is_refused(
-    tmp_path: Path, text: str, problem: str
-) -> None:
+async def test_an_unplannable_file_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         check_plannable((await load(tmp_path, text)).team)
 
@@ -142,23 +128,28 @@ async def test_a_team_that_ends_is_planned(tmp_path: Path) -> None:
 
 
 async def test_agents_within_agents_are_found(tmp_path: Path) -> None:
-    loaded = await load(tmp_path, teams.NESTED)
-    callers = find_callers(loaded.team)
+    callers = find_callers((await load(tmp_path, teams.NESTED)).team)
     assert [caller.name for caller in callers] == ["writer", "filtered", "society"]
 
 
-@pytest.mark.parametrize("held", ["critic", "[small]", "{'one': (small,)}"])
-async def test_an_irreplaceable_client_is_refused(tmp_path: Path, held: str) -> None:
-    """It would send real requests."""
-    team = (await load(tmp_path, f"{teams.WRAPPED}wrapper.held = {held}\n")).team
-    with pytest.raises(PlanError, match="wrapper holds a OpenAIChatCompletionClient in a"):
-        find_callers(team)
-
-
-@pytest.mark.parametrize("held", ["small", "team", "AgentTool(critic)"])
-async def test_a_client_in_a_tool_is_not_refused(tmp_path: Path, held: str) -> None:
+@pytest.mark.parametrize(
+    ("held", "is_refused"),
+    [
+        *[(held, True) for held in ("critic", "[small]", "{'one': (small,)}")],
+        *[(held, False) for held in ("small", "team", "AgentTool(critic)")],
+    ],
+)
+async def test_an_irreplaceable_client_is_refused(
+    tmp_path: Path, held: str, is_refused: bool
+) -> None:
+    """It would send real requests. Clients in tools send none."""
     text = f"from autogen_agentchat.tools import AgentTool\n{teams.WRAPPED}wrapper.held = {held}\n"
-    assert find_callers((await load(tmp_path, text)).team)
+    team = (await load(tmp_path, text)).team
+    if is_refused:
+        with pytest.raises(PlanError, match="wrapper holds a OpenAIChatCompletionClient in a"):
+            find_callers(team)
+    else:
+        assert find_callers(team)
 
 
 async def test_a_modelled_client_keeps_the_prompt(tmp_path: Path) -> None:
@@ -183,8 +174,6 @@ async def test_a_files_link_gives_way_to_the_plan(tmp_path: Path) -> None:
     for caller, client in zip(callers, clients, strict=True):
         caller.replace_client(client)
     watched = link(team, ahead="nothing")
-    assert not old.linked_teams
-    assert all(client.linked_teams for client in clients)
-    await watched.close()
-    for client in [old, *clients]:
-        await client.close()
+    assert not old.linked_teams and all(client.linked_teams for client in clients)
+    for each in (watched, old, *clients):
+        await each.close()

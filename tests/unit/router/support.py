@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from flashmoa.router.application import application
@@ -21,6 +21,7 @@ from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS, Measure
 from flashmoa.router.forwarding import STREAMS, Connections
+from flashmoa.router.hearing import CALLS
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import serve
@@ -88,6 +89,8 @@ class FakeConnections(Connections):
 KEY = {"authorization": "Bearer right"}
 # What an engine refuses while it drains; it takes other requests.
 DRAINING = {("GET", "/health/ready"), ("POST", STREAMS), ("POST", "/prefill_only")}
+CHANNEL = "0123456789abcdef"
+LISTENING = b'{"listening":true}\n'
 
 
 class FakeEngine:
@@ -96,18 +99,21 @@ class FakeEngine:
     Args:
         streams: the ids of its prompt streams.
         needs_key: whether it refuses requests without the right API key.
+        tells: pieces that it sends on each channel. The channel then stays open until ``hangs_up``.
 
     Attributes:
         requests: the requests that it accepted, except the router's own.
         refuses: methods and paths that it answers as while it drains.
     """
 
-    def __init__(self, *streams: str, needs_key: bool = True) -> None:
+    def __init__(self, *streams: str, needs_key: bool = True, tells: Iterable[bytes] = ()) -> None:
         self._streams = streams
         self._needs_key = needs_key
+        self._tells = [LISTENING, *tells]
         self._settings: dict[str, Any] = {}
         self.requests: list[str] = []
         self.refuses: set[tuple[str, str]] = set()
+        self.hangs_up, self.left = anyio.Event(), anyio.Event()
 
     def advertise(self, address: str) -> None:
         """Tell routers where KV events are published."""
@@ -124,6 +130,9 @@ class FakeEngine:
             return JSONResponse({"error": {"code": "draining", "message": "No."}}, 503)
         if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
             return JSONResponse({"error": "Unauthorized"}, 401)
+        if path == CALLS:
+            assert request.headers["x-flashmoa-channel"] == CHANNEL
+            return StreamingResponse(self._tell(), media_type="application/x-ndjson")
         if path in ("/server_info", "/model_info"):
             return JSONResponse(self._settings)
         if path not in ("/health/ready", "/flashmoa/info"):
@@ -137,6 +146,16 @@ class FakeEngine:
             return JSONResponse({"error": {"code": "unknown_stream"}}, 404)
         return JSONResponse({"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}})
 
+    async def _tell(self) -> AsyncGenerator[bytes]:
+        try:
+            for piece in self._tells:
+                yield piece
+                # Each piece is sent by itself.
+                await anyio.sleep(0.001)
+            await self.hangs_up.wait()
+        finally:
+            self.left.set()
+
 
 class RouterClient:
     """Calls an application as a web server would."""
@@ -148,15 +167,16 @@ class RouterClient:
         self,
         method: str,
         path: str,
-        body: bytes = b"",
+        body: bytes | Mapping[str, Any] = b"",
         headers: Mapping[str, str] | None = None,
         query: bytes = b"",
     ) -> tuple[int, bytes]:
         """Return the answer's status and body. Raises: what the application raises.
 
-        ``path`` is percent-encoded.
+        ``path`` is percent-encoded; a mapping is sent as JSON.
         """
-        bodies: Iterator[bytes] = iter([body])
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        bodies: Iterator[bytes] = iter([sent])
         status, pieces = 0, list[bytes]()
 
         async def receive() -> dict[str, Any]:
@@ -182,6 +202,17 @@ class RouterClient:
         }
         await self._app(scope, receive, send)
         return status, b"".join(pieces)
+
+    async def post(self, path: str, headers: Mapping[str, str] | None = KEY, **body: Any) -> bytes:
+        """Send a request that is accepted; return its answer."""
+        status, answer = await self("POST", path, body, headers)
+        assert status == 200, answer
+        return answer
+
+    async def refused(self, *request: Any) -> tuple[int, dict[str, Any]]:
+        """Send a request; return the status and the error."""
+        status, content = await self(*request)
+        return status, json.loads(content)["error"]
 
 
 @asynccontextmanager

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from flashmoa.router.cache_tables import (
-    BlockTable,
-    PrefillLoad,
-    text_blocks,
-    token_blocks,
-)
+from flashmoa.router import cache_tables
+from flashmoa.router.cache_tables import Blocks, text_blocks, token_blocks
 from flashmoa.router.flops import Measure, UnknownShape, true_flops
+from flashmoa.router.prompts import find_blocks
 from tests.unit.router.support import (
     MEASURES,
     PROMPTS,
     SIZE,
     STEPS,
+    FakeConnections,
     blocks,
     prefixes,
 )
@@ -37,10 +36,10 @@ def test_hashes_are_equal_in_the_shared_prefix(one: list[int], other: list[int])
 
 def test_salted_and_text_prompts_share_no_hashes() -> None:
     tokens = list(range(8))
-    assert not set(token_blocks(tokens, SIZE, "a").hashes) & set(blocks(tokens).hashes)
-    text = text_blocks("x" * 130)
+    assert not set(cache_tables.token_blocks(tokens, SIZE, "a").hashes) & set(blocks(tokens).hashes)
+    text = cache_tables.text_blocks("x" * 130)
     assert (len(text.hashes), text.length) == (2, 33)
-    assert text_blocks("x" * 130 + "\ud800").hashes == text.hashes
+    assert cache_tables.text_blocks("x" * 130 + "\ud800").hashes == text.hashes
 
 
 class Tables(RuleBasedStateMachine):
@@ -48,7 +47,7 @@ class Tables(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = BlockTable()
+        self.table = cache_tables.BlockTable()
         self.committed: set[tuple[int, ...]] = set()
         self.promised: list[list[int]] = []
 
@@ -105,7 +104,7 @@ TestTables.settings = STEPS
 
 @given(prompts=st.lists(PROMPTS, max_size=12), capacity=st.integers(0, 6))
 def test_a_bounded_table_forgets_ends_first(prompts: list[list[int]], capacity: int) -> None:
-    table = BlockTable(capacity)
+    table = cache_tables.BlockTable(capacity)
     for prompt in prompts:
         table.commit(blocks(prompt).hashes)
         assert len(table) <= capacity
@@ -118,7 +117,7 @@ class Loads(RuleBasedStateMachine):
     @initialize(measure=MEASURES)
     def begin(self, measure: Measure) -> None:
         self.measure = measure
-        self.load = PrefillLoad(measure)
+        self.load = cache_tables.PrefillLoad(measure)
         self.left: list[tuple[str, int]] = []
         self.names = 0
 
@@ -168,7 +167,7 @@ def test_work_adds_up_tokens_and_pairs(measure: Measure, start: int, more: int) 
     assert measure.work(start, start - more) == 0
 
 
-def test_flops_of_models_are_twice_their_parameters() -> None:
+def test_flops_are_twice_the_parameters() -> None:
     dense = true_flops(QWEN3_8B)
     # Its model card says 6.95 billion parameters without embeddings.
     assert dense.linear / 2 == pytest.approx(6.95e9, rel=0.002)
@@ -209,3 +208,65 @@ def test_flops_include_latent_attention() -> None:
 def test_unknown_shape_names_the_missing_field(config: dict[str, int], message: str) -> None:
     with pytest.raises(UnknownShape, match=message):
         true_flops(config)
+
+
+PROMPT = token_blocks([1] * 32)
+QUERY, DOCUMENTS = "a" * 200, ["b" * 100, "c" * 100]
+ALL = text_blocks(QUERY + "".join(DOCUMENTS))
+
+
+async def found(body: dict[str, Any], answer: object = None) -> tuple[Blocks, list[Any]]:
+    """Return a prompt's blocks if an engine tokenises so, or none is asked, and the questions."""
+    connections = FakeConnections(lambda _host, _path: answer)
+    engine = None if answer is None else "http://a"
+    return await find_blocks(body, connections, engine, {}), connections.asked
+
+
+async def test_an_engine_tokenises_a_text() -> None:
+    answer = {"tokens": [1] * 32}
+    assert await found({"text": "a b"}, answer) == (PROMPT, [{"prompt": "a b"}])
+    assert await found({"input_ids": [1] * 32}, answer) == (PROMPT, [])
+    salted, _ = await found({"prompt": "a b", "cache_salt": "x"}, answer)
+    assert salted == token_blocks([1] * 32, salt="x")
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = {"messages": messages, "reasoning_effort": "low", "temperature": 1, "model": "m"}
+    asked = {"messages": messages, "reasoning_effort": "low", "model": "m"}
+    assert await found(chat, answer) == (PROMPT, [asked])
+    for body in ({"query": QUERY, "items": DOCUMENTS}, {"labels": [QUERY], "input": "x"}):
+        assert (await found(body, answer))[1] == []
+
+
+@pytest.mark.parametrize("answer", [(500, {}), {"tokens": ["x"]}, {}, [1]])
+async def test_an_untokenised_prompt_has_blocks_of_text(answer: object) -> None:
+    assert (await found({"text": QUERY}, answer))[0] == text_blocks(QUERY)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        # Scores and ranks begin with the query, and classes with the labels.
+        ({"query": QUERY, "items": DOCUMENTS}, ALL),
+        ({"query": QUERY, "documents": DOCUMENTS}, ALL),
+        ({"labels": [QUERY], "input": DOCUMENTS}, ALL),
+        # Documents may be objects with any fields.
+        ({"query": QUERY, "documents": [{"x": 1}]}, text_blocks(QUERY + '{"x": 1}')),
+        ({"query": QUERY, "items": "b"}, text_blocks(QUERY + "b")),
+        ({"query": QUERY}, text_blocks(QUERY)),
+        ({"query": [1] * 32}, PROMPT),
+        ({"query": [1] * 16, "items": [[1] * 16, [1] * 8]}, token_blocks([1] * 40)),
+        ({}, Blocks((), 0)),
+        # The texts of embeddings share nothing.
+        ({"input": QUERY}, text_blocks(QUERY)),
+        ({"input": [1] * 32}, PROMPT),
+        ({"input": DOCUMENTS}, text_blocks("".join(DOCUMENTS))),
+        # A field that is null hides no prompt.
+        ({"text": None, "prompt": QUERY}, text_blocks(QUERY)),
+        ({"prompt": [QUERY, QUERY]}, text_blocks(QUERY * 2)),
+        *(
+            ({name: [[1] * 32, [1] * 8, [2] * 4]}, token_blocks([1] * 40 + [2] * 4))
+            for name in ("input_ids", "prompt", "input")
+        ),
+    ],
+)
+async def test_prompt_of_each_route(body: dict[str, Any], expected: Blocks) -> None:
+    assert (await found(body))[0] == expected

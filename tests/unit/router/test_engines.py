@@ -1,4 +1,4 @@
-"""Test how the router watches engines, and where it sends requests."""
+"""Test how the router watches engines, places prompts on them and learns from answers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import anyio
 import pytest
 
-from flashmoa.router.cache_tables import EngineTraits
-from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.cache_tables import EngineTraits, token_blocks
+from flashmoa.router.dispatcher import Dispatcher, NoEngine
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.forwarding import EngineLost
 from flashmoa.router.policy import PrefixAware
-from tests.unit.router.support import KEY, FakeConnections, FakeEngine, routing
+from tests.unit.router.support import FakeConnections, FakeEngine, load, routing
 
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128
@@ -55,24 +55,23 @@ class Rig:
         self.dispatcher = Dispatcher(self.policy)
         options = RouterOptions([f"http://{host}" for host in settings])
         self.pool = EnginePool(FakeConnections(self._answer), self.dispatcher, options)
-        self.engines = {host: self.pool.engines[f"http://{host}"] for host in settings}
 
     def _answer(self, host: str, path: str) -> object:
         if host not in self.settings:
             raise EngineLost("refused", reached=False)
         self.probes += path == "/health/ready"
-        if path in self.failures:
-            if isinstance(failure := self.failures[path], EngineLost):
-                raise failure
-            return failure
-        return {"/server_info": self.settings[host], "/flashmoa/info": self.plugin}.get(path, {})
+        if isinstance(failure := self.failures.get(path, {}), EngineLost):
+            raise failure
+        usual = {"/server_info": self.settings[host], "/flashmoa/info": self.plugin}
+        return failure if path in self.failures else usual.get(path, {})
 
     def units(self) -> list[str]:
         return [traits.measure.unit for traits in self.policy.joined.values()]
 
     async def probe(self, host: str = "one") -> RoutedEngine:
-        await self.pool.probe(self.engines[host])
-        return self.engines[host]
+        engine = self.pool.engines[f"http://{host}"]
+        await self.pool.probe(engine)
+        return engine
 
 
 def config_at(folder: Path, config: object) -> dict[str, Any]:
@@ -123,9 +122,7 @@ async def test_engine_that_never_answers_is_logged_once(caplog: pytest.LogCaptur
     async with rig.pool.running():
         for _ in range(3):
             await rig.probe()
-    assert [record.getMessage() for record in caplog.records] == [
-        "http://one is not ready; it gets no requests until it is"
-    ]
+    assert caplog.messages == ["http://one is not ready; it gets no requests until it is"]
 
 
 @pytest.mark.parametrize(
@@ -143,10 +140,7 @@ async def test_draining_and_failing_engines_leave(
     answer: object, stays: bool, stays_after_a_failure: bool
 ) -> None:
     rig = Rig(one={})
-    for check, expected in (
-        (rig.pool.probe, stays),
-        (rig.pool.recheck, stays_after_a_failure),
-    ):
+    for check, expected in (rig.pool.probe, stays), (rig.pool.recheck, stays_after_a_failure):
         rig.failures.clear()
         engine = await rig.probe()
         rig.failures["/health/ready"] = answer
@@ -167,14 +161,11 @@ async def test_failures_together_cause_two_probes(answer: object, most: int) -> 
 
 @pytest.mark.parametrize(
     ("info", "saturation", "blocks"),
-    [
-        (RANKS, 240, 200),
-        ({"dp_size": 1, "chunked_prefill_size": -1}, 9830, 1 << 16),
-        ({}, 9830, 1 << 16),
-    ],
-)
+    [(RANKS, 240, 200), ({"dp_size": 1, "chunked_prefill_size": -1}, 9830, 1 << 16),
+     ({}, 9830, 1 << 16)],
+)  # fmt: skip
 @pytest.mark.parametrize("told", [None, 50])
-async def test_settings_of_a_rank_are_multiplied_by_ranks(
+async def test_settings_are_multiplied_by_ranks(
     info: dict[str, int], saturation: int, blocks: int, told: int | None
 ) -> None:
     """An engine with the plugin tells its largest forward, which may be smaller than its chunks."""
@@ -204,24 +195,84 @@ async def test_unusable_events_are_logged(
     assert all(text in caplog.text for text in logged)
 
 
-async def test_a_stream_and_prompts_like_it_go_to_one_engine() -> None:
+async def test_prompts_follow_a_stream_like_them() -> None:
     engines = [FakeEngine("s"), FakeEngine("s")]
     async with routing(*engines) as router:
-        for path, body in (
-            ("/generate", {"text": "a" * 400}),
-            ("/prompt_streams", {"text": "b" * 400}),
-            ("/prompt_streams/s/append", {"text": "more"}),
-            # From now on the other engine has less in its cache, and gets new prompts.
-            ("/generate", {"text": "b" * 4000}),
-            ("/generate", {"text": "c" * 400, "prompt_stream_id": "s"}),
-            ("/generate", {"text": "c" * 500}),
-        ):
-            content = json.dumps(body).encode()
-            assert (await router("POST", path, content, KEY))[0] == 200
+        await router.post("/generate", text="a" * 400)
+        await router.post("/prompt_streams", text="b" * 400)
+        await router.post("/prompt_streams/s/append", text="more")
+        # From now on the other engine has less in its cache, and gets new prompts.
+        await router.post("/generate", text="b" * 4000)
+        await router.post("/generate", text="c" * 400, prompt_stream_id="s")
+        await router.post("/generate", text="c" * 500)
     assert sorted(len(engine.requests) for engine in engines) == [1, 5]
 
 
 async def test_engines_take_requests_at_any_saturation() -> None:
     async with routing(FakeEngine(), saturation_margin=1e-9) as router:
         with anyio.fail_after(30):
-            assert (await router("POST", "/generate", b'{"text": "x"}', KEY))[0] == 200
+            await router.post("/generate", text="x")
+
+
+SMALL = EngineTraits(TOKENS, saturation=20)
+PROMPT = token_blocks([1] * 32)
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    dispatcher = Dispatcher(PrefixAware())
+    dispatcher.policy.join("a", SMALL)
+    return dispatcher
+
+
+async def test_requests_wait_in_order(dispatcher: Dispatcher) -> None:
+    served: list[int] = []
+
+    async def ask(number: int) -> None:
+        async with dispatcher.place(token_blocks([number] * 32)) as place:
+            served.append(number)
+            place.receive(b"")
+
+    async with anyio.create_task_group() as group, dispatcher.place(PROMPT):
+        group.start_soon(ask, 2)
+        await anyio.wait_all_tasks_blocked()
+        with anyio.CancelScope() as leaving:
+            leaving.cancel()
+            await ask(9)
+        group.start_soon(ask, 3)
+        await anyio.wait_all_tasks_blocked()
+        assert served == [] and dispatcher.waiting == 2
+    assert served == [2, 3] and dispatcher.waiting == 0
+
+
+async def test_a_request_fails_if_no_engine_is_left(dispatcher: Dispatcher) -> None:
+    outcomes: list[str] = []
+
+    async def ask() -> None:
+        try:
+            async with dispatcher.place(token_blocks([2] * 32)) as place:
+                outcomes.append(place.engine)
+        except NoEngine:
+            outcomes.append("none")
+
+    async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        dispatcher.policy.leave("a")
+        dispatcher.reconsider()
+    dispatcher.policy.join("b", SMALL)
+    await ask()
+    assert outcomes == ["none", "b"]
+
+
+async def test_load_falls_at_the_first_piece_or_end() -> None:
+    policy = PrefixAware()
+    policy.join("a", EngineTraits())
+    dispatcher = Dispatcher(policy)
+    async with dispatcher.place(PROMPT) as placement:
+        assert load(policy, "a") == 32
+        placement.receive(b'data: {"text": "a"}\n\n')
+        assert load(policy, "a") == 0 and policy.matched_tokens("a", PROMPT) == 31
+        async with dispatcher.place(token_blocks([2] * 32)):
+            assert load(policy, "a") == 32
+        assert load(policy, "a") == 0

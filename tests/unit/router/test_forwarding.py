@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -11,17 +10,13 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from prometheus_client import generate_latest
-from starlette.requests import Request
+from starlette.applications import Starlette
 from starlette.responses import Response
+from starlette.routing import Route
 
-from flashmoa.router.forwarding import (
-    Connections,
-    EngineLost,
-    ForwardedRequest,
-    make_endpoint,
-    open_connections,
-    select_forwarded_headers,
-)
+from flashmoa.router import forwarding
+from tests.unit.engine.faulty_engine import receive
+from tests.unit.router.support import RouterClient
 
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 BAD = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\nno"
@@ -30,16 +25,6 @@ CLOSE = b""
 END = b"end"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 999\r\n\r\n"
 SILENCE = b"silence"
-
-
-async def read_request(client: SocketStream) -> None:
-    request = b""
-    while b"\r\n\r\n" not in request:
-        request += await client.receive()
-    head, _, body = request.partition(b"\r\n\r\n")
-    found = re.search(rb"(?i)content-length: (\d+)", head)
-    while found and len(body) < int(found[1]):
-        body += await client.receive()
 
 
 class Server:
@@ -53,10 +38,9 @@ class Server:
     """
 
     def __init__(self, *scripts: tuple[bytes, ...]) -> None:
-        self._scripts = list(scripts)
+        self._scripts = iter(enumerate(scripts))
         self.seen: list[int] = []
         self.is_asked = anyio.Event()
-        self._opened = 0
 
     @asynccontextmanager
     async def listening(self) -> AsyncGenerator[str]:
@@ -76,10 +60,10 @@ class Server:
             pass
 
     async def _answer(self, client: SocketStream) -> None:
-        number, self._opened = self._opened, self._opened + 1
+        number, script = next(self._scripts)
         async with client:
-            for answer in self._scripts[number]:
-                await read_request(client)
+            for answer in script:
+                await receive(client)
                 self.seen.append(number)
                 self.is_asked.set()
                 if answer is END:
@@ -96,7 +80,7 @@ class Server:
                 await client.receive()
 
 
-async def ask(http: Connections, url: str) -> bytes:
+async def ask(http: forwarding.Connections, url: str) -> bytes:
     answer = await http.ask(url, {}, b"body", seconds=30)
     assert answer is not None
     return bytes(answer.body)
@@ -106,61 +90,49 @@ async def ask(http: Connections, url: str) -> bytes:
 async def test_each_request_has_its_own_connection(lost: bytes) -> None:
     """After a 500, SGLang closes a connection without saying so in the answer."""
     server = Server((BAD,), (GOOD,), (lost,), (END,))
-    async with server.listening() as url, open_connections() as http:
+    async with server.listening() as url, forwarding.open_connections() as http:
         assert (await ask(http, url), await ask(http, url)) == (b"no", b"ok")
-        for _ in range(2):
-            with pytest.raises(EngineLost) as error:
+        for is_reached in (True, True, False):
+            with pytest.raises(forwarding.EngineLost) as error:
                 await ask(http, url)
-            assert error.value.reached
-        with pytest.raises(EngineLost) as error:
-            await ask(http, url)
-    assert not error.value.reached and server.seen == [0, 1, 2, 3]
+            assert error.value.reached == is_reached
+    assert server.seen == [0, 1, 2, 3]
 
 
 async def test_the_target_is_forwarded_as_sent() -> None:
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/tokenize/a b",
-        "raw_path": b"/tokenize/a%20b\xe9",
-        "query_string": b"c=%2F",
-        "headers": [(b"host", b"x/flush_cache?")],
-    }
-    calls: list[ForwardedRequest] = []
+    calls: list[forwarding.ForwardedRequest] = []
 
-    async def answer(call: ForwardedRequest) -> Response:
+    async def answer(call: forwarding.ForwardedRequest) -> Response:
         calls.append(call)
         return Response()
 
-    bodies = iter([{"type": "http.request", "body": b""}])
-
-    async def receive() -> dict[str, object]:
-        return next(bodies, None) or await anyio.sleep_forever()
-
-    await make_endpoint(answer, 10)(Request(scope, receive))
-    assert (calls[0].path, calls[0].target) == ("/tokenize/a b", "/tokenize/a%20b%E9?c=%2F")
-
-
-def test_connection_headers_are_not_passed_on() -> None:
-    headers = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
-    assert select_forwarded_headers(headers) == {"Authorization": "Bearer k"}
+    app = Starlette(
+        routes=[Route("/{path:path}", forwarding.make_endpoint(answer, 10), methods=["POST"])]
+    )
+    ours = {"authorization": "Bearer k"}
+    headers = {"host": "x/flush_cache?", "Expect": "100-continue", "Content-Length": "9"}
+    await RouterClient(app)("POST", "/tokenize/a%20b\xe9", b"", headers | ours, b"c=%2F")
+    (call,) = calls
+    assert (call.path, call.target) == ("/tokenize/a b\xe9", "/tokenize/a%20b%C3%A9?c=%2F")
+    # Headers of the connection are not passed on.
+    assert call.headers == ours
 
 
-def count(connections: Connections, ending: str) -> float:
+def count(connections: forwarding.Connections, ending: str) -> float:
     """Return the number of requests that have ended so."""
     page = generate_latest(connections.counted).decode()
     rows = [row for row in page.splitlines() if f'ending="{ending}"' in row and "_total" in row]
     return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
 
-CALL = ForwardedRequest("POST", "/generate", "/generate", {}, b"body")
+CALL = forwarding.ForwardedRequest("POST", "/generate", "/generate", {}, b"body")
 
 
 async def test_a_waiting_request_is_probed_and_counted() -> None:
     server = Server((SILENCE,))
     async with (
         server.listening() as url,
-        open_connections() as connections,
+        forwarding.open_connections() as connections,
         anyio.create_task_group() as client,
     ):
         client.start_soon(connections.forward, CALL, url)
@@ -188,7 +160,7 @@ async def test_a_lost_engine_is_an_event_of_its_own(sent: bytes) -> None:
         raise AssertionError
 
     server = Server((STREAM + sent,))
-    async with server.listening() as url, open_connections() as connections:
+    async with server.listening() as url, forwarding.open_connections() as connections:
         answer = await connections.forward(CALL, url)
         await answer({"type": "http"}, receive, send)  # type: ignore[arg-type]
     assert relayed.startswith(sent)

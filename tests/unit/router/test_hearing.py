@@ -11,10 +11,6 @@ from typing import Any, cast
 import anyio
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from flashmoa.engine.local import free_port
 from flashmoa.router import hearing
@@ -23,52 +19,19 @@ from flashmoa.router.engines import RouterOptions
 from flashmoa.router.forwarding import Connections, EngineLost, ForwardedRequest
 from flashmoa.router.hearing import CALLS, HeardChannels
 from tests.integration.router.serving import InTurn, serve
-from tests.unit.router.support import KEY, FakeEngine, pair, routing
+from tests.unit.router.support import CHANNEL, KEY, LISTENING, FakeEngine, pair, routing
 
-CHANNEL = "0123456789abcdef"
 HEADERS = {**KEY, "x-flashmoa-channel": CHANNEL}
 CALL = {**KEY, "x-request-id-flashmoa": CHANNEL + "0" * 16}
 OPEN = ForwardedRequest("GET", CALLS, CALLS, HEADERS, b"")
-LISTENING = b'{"listening":true}\n'
-
-
-class TellingEngine:
-    """Tells each channel the same pieces, and then nothing until it is told to hang up."""
-
-    def __init__(self, *pieces: bytes) -> None:
-        self._pieces = pieces
-        self.left = anyio.Event()
-        self.hangs_up = anyio.Event()
-
-    def app(self) -> Starlette:
-        return Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST"])])
-
-    async def _answer(self, request: Request) -> Response:
-        await request.body()
-        if request.url.path != CALLS:
-            return JSONResponse({})
-        assert request.headers["x-flashmoa-channel"] == CHANNEL
-        assert request.headers["authorization"] == KEY["authorization"]
-        return StreamingResponse(self._tell(), media_type="application/x-ndjson")
-
-    async def _tell(self) -> AsyncGenerator[bytes]:
-        try:
-            yield LISTENING
-            for piece in self._pieces:
-                yield piece
-                # Each is sent by itself.
-                await anyio.sleep(0.001)
-            await self.hangs_up.wait()
-        finally:
-            self.left.set()
 
 
 @asynccontextmanager
-async def router_of(*engines: TellingEngine) -> AsyncGenerator[httpx.AsyncClient]:
+async def router_of(*engines: FakeEngine) -> AsyncGenerator[httpx.AsyncClient]:
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serve(engine.app())) for engine in engines]
-        app = application(RouterOptions(urls, policy=InTurn(), watch_seconds=60))
-        url = await stack.enter_async_context(serve(app))
+        options = RouterOptions(urls, api_key="right", policy=InTurn(), watch_seconds=60)
+        url = await stack.enter_async_context(serve(application(options)))
         yield await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
         for engine in engines:
             engine.hangs_up.set()
@@ -76,11 +39,12 @@ async def router_of(*engines: TellingEngine) -> AsyncGenerator[httpx.AsyncClient
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_lines_arrive_whole_and_in_order(size: int) -> None:
-    engines: list[TellingEngine] = []
+    engines: list[FakeEngine] = []
     for engine in range(2):
         lines = [b'{"call":"%d","at":%d}\n%s' % (engine, at, b"\n" * (at % 2)) for at in range(5)]
         text = b"".join(lines)
-        engines.append(TellingEngine(*(text[at : at + size] for at in range(0, len(text), size))))
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        engines.append(FakeEngine(tells=pieces))
     heard: dict[str, list[int]] = {"0": [], "1": []}
     with anyio.fail_after(20):
         async with router_of(*engines) as router:
@@ -202,21 +166,20 @@ async def test_the_newer_channel_of_an_id_hears_calls() -> None:
 
 
 async def test_who_has_no_key_gets_no_channel() -> None:
+    named = {"x-flashmoa-channel": CHANNEL}
     async with routing(FakeEngine()) as client:
-        named = {"x-flashmoa-channel": CHANNEL}
         assert (await client("GET", CALLS, headers=named))[0] == 401
         for channel in ("", "x" * 16, CHANNEL * 2):
             headers = {**KEY, "x-flashmoa-channel": channel}
             status, content = await client("GET", CALLS, headers=headers)
             assert status == 400 and b"16 hexadecimal digits" in content
-    async with pair(FakeEngine(), decodes=True) as client:
-        assert (await client("GET", CALLS, headers=named))[0] == 401
-    async with pair(FakeEngine()) as client:
-        assert (await client("GET", CALLS, headers=HEADERS))[0] == 404
+    for decodes, headers, status in (True, named, 401), (False, HEADERS, 404):
+        async with pair(FakeEngine(), decodes=decodes) as client:
+            assert (await client("GET", CALLS, headers=headers))[0] == status
 
 
-async def test_a_router_ends_although_a_client_listens() -> None:
-    engine, port = TellingEngine(), free_port()
+async def test_a_router_ends_while_a_client_listens() -> None:
+    engine, port = FakeEngine(needs_key=False), free_port()
     command = [sys.executable, "-c", "from flashmoa.cli import main; main()", "router"]
     async with (
         serve(engine.app()) as url,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import Any
 
 import anyio
 import msgspec
@@ -18,24 +18,18 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.router import kv_events
 from flashmoa.router.application import application
 from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS
-from flashmoa.router.kv_events import (
-    KvEventReader,
-    PageMirror,
-    follow_events,
-    parse_event_source,
-)
 from flashmoa.router.policy import PrefixAware
 from tests.integration.router.serving import serve
 from tests.unit.router.support import PROMPTS, SIZE, FakeEngine, blocks, running
 
 PROMPT = token_blocks([1] * 32)
 PUBLISHES = {"publisher": "zmq", "endpoint": "tcp://*:7000"}
-CONFIG = json.dumps(PUBLISHES)
 
 
 def stored(first: int, blocks: int) -> list[object]:
@@ -61,7 +55,7 @@ def test_reported_pages_become_hashes_of_prompts(
 ) -> None:
     """Compare with an engine whose cache is a set of page prefixes, evicted from their ends."""
     dice = random.Random(seed)
-    mirror = PageMirror(SIZE)
+    mirror = kv_events.PageMirror(SIZE)
     held: Counter[int] = Counter()
     cache: set[tuple[int, ...]] = set()
     for prompt in prompts:
@@ -85,11 +79,9 @@ def test_reported_pages_become_hashes_of_prompts(
 
 
 def test_pages_after_a_lost_event_are_ignored() -> None:
-    mirror = PageMirror(SIZE)
-    assert mirror.add([5], 4, [1, 2, 3, 4], 4) == []
-    assert mirror.add([1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4) == list(
-        blocks([1, 2, 3, 4, 5, 6, 7, 8]).hashes
-    )
+    mirror, tokens = kv_events.PageMirror(SIZE), [1, 2, 3, 4, 5, 6, 7, 8]
+    assert mirror.add([5], 4, tokens[:4], 4) == mirror.remove([9]) == []
+    assert mirror.add([1, 2], None, tokens, 4) == list(blocks(tokens).hashes)
     assert mirror.remove([9]) == []
 
 
@@ -145,24 +137,25 @@ PAIRS = [*STORED[:3], list(pairwise(UNITS)), *STORED[4:]]
 def test_events_change_a_table_and_gaps_empty_it(
     rows: list[tuple[int, bytes, Blocks, int]], policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:
-    reader = KvEventReader(dispatcher, "a")
+    reader = kv_events.KvEventReader(dispatcher, "a")
     for sequence, message, prompt, matched in rows:
         reader.receive(sequence, message)
         assert policy.matched_tokens("a", prompt) == matched, sequence
 
 
 @pytest.mark.parametrize(
-    ("url", "info", "expected"),
+    ("host", "config", "expected"),
     [
-        ("host", {"kv_events_config": None}, None),
-        ("host", {"kv_events_config": "no JSON"}, None),
-        ("host", {"kv_events_config": json.dumps({"publisher": "null"})}, None),
-        ("host", {"kv_events_config": json.dumps({"publisher": "zmq"})}, "tcp://host:5557"),
-        ("[::1]", {"kv_events_config": CONFIG}, "tcp://[::1]:7000"),
+        ("host", None, None),
+        ("host", "no JSON", None),
+        ("host", json.dumps({"publisher": "null"}), None),
+        ("host", json.dumps({"publisher": "zmq"}), "tcp://host:5557"),
+        ("[::1]", json.dumps(PUBLISHES), "tcp://[::1]:7000"),
     ],
 )
-def test_event_source_of_server_info(url: str, info: dict[str, Any], expected: str | None) -> None:
-    assert parse_event_source(f"http://{url}:30000", info) == expected
+def test_event_source_of_server_info(host: str, config: str | None, expected: str | None) -> None:
+    info = {"kv_events_config": config}
+    assert kv_events.parse_event_source(f"http://{host}:30000", info) == expected
 
 
 class Publisher:
@@ -170,11 +163,10 @@ class Publisher:
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
-        self._sequence = 0
+        self._numbers = itertools.count()
 
     async def publish(self, *events: list[object]) -> None:
-        number = self._sequence.to_bytes(8, "big")
-        self._sequence += 1
+        number = next(self._numbers).to_bytes(8, "big")
         await self._socket.send_multipart([b"kv", number, batch(*events)])
 
     async def publish_other(self) -> None:
@@ -184,21 +176,17 @@ class Publisher:
 
 @asynccontextmanager
 async def publishing() -> AsyncGenerator[tuple[Publisher, str]]:
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.PUB)
-    try:
+    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.linger = 0
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         yield Publisher(socket), f"tcp://127.0.0.1:{port}"
-    finally:
-        socket.close(linger=0)
-        context.term()
 
 
 async def test_blocks_are_forgotten_when_following_ends(
     policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:
     async with publishing() as (publisher, source), anyio.create_task_group() as group:
-        group.start_soon(follow_events, dispatcher, "a", source, anyio.CancelScope())
+        group.start_soon(kv_events.follow_events, dispatcher, "a", source, anyio.CancelScope())
         table = policy.engines["a"].blocks
         with anyio.fail_after(20):
             while len(table) != 2:  # A subscription takes a moment.
@@ -215,7 +203,7 @@ def test_a_message_causes_one_round_of_routing(
     rounds: list[None] = []
     monkeypatch.setattr(dispatcher, "reconsider", lambda: rounds.append(None))
     events = [stored(first, 1) for first in (1, 2, 3)]
-    KvEventReader(dispatcher, "a").receive(0, batch(*events))
+    kv_events.KvEventReader(dispatcher, "a").receive(0, batch(*events))
     assert len(rounds) == 1
 
 

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 
 from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.flops import TOKENS, Measure
-from flashmoa.router.policy import (
-    EngineCandidate,
-    WaitingRequest,
-    choose_engine,
-)
+from flashmoa.router.policy import EngineCandidate, WaitingRequest, choose_engine
 from tests.unit.router.support import MEASURES, blocks, load, place, policy
 
 DOCUMENT = [7] * 16
@@ -34,7 +30,7 @@ CANDIDATES = st.lists(
 
 
 @given(candidates=CANDIDATES)
-def test_without_patience_the_choice_is_the_papers(candidates: list[EngineCandidate]) -> None:
+def test_the_papers_choice_has_no_patience(candidates: list[EngineCandidate]) -> None:
     chosen = choose_engine(candidates, patience=0)
     free = [one for one in candidates if not one.saturated]
     if not free:
@@ -198,9 +194,7 @@ def test_siblings_go_where_they_finish_first(
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 1 << 30),
-    measure=MEASURES,
-    limit=st.one_of(st.none(), st.integers(1, 300)),
+    seed=st.integers(0, 1 << 30), measure=MEASURES, limit=st.one_of(st.none(), st.integers(1, 300))
 )
 def test_loads_are_always_those_of_the_work_left(
     seed: int, measure: Measure, limit: int | None

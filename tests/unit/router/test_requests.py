@@ -1,4 +1,4 @@
-"""Test what the routers answer in front of fake engines."""
+"""Test the answers of routers in front of fake engines, and that routers keep no request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from flashmoa.router.engines import RouterOptions
 from flashmoa.router.forwarding import CHAT, STREAMS, Connections, EngineLost
 from tests.event_loop import own_task
 from tests.integration.router.serving import InTurn
+from tests.retention import kept_by
 from tests.unit.router.support import (
     DRAINING,
     KEY,
@@ -38,30 +40,24 @@ async def streams_on_two_engines() -> AsyncGenerator[tuple[RouterClient, list[Fa
     engines = [FakeEngine("a"), FakeEngine("b")]
     async with routing(*engines, policy=InTurn()) as client:
         for _ in engines:
-            assert (await client("POST", STREAMS, b'{"text": "x"}', KEY))[0] == 200
+            await client.post(STREAMS, text="x")
         yield client, engines
     assert engines[0].requests == [f"POST {STREAMS}"]
     assert engines[1].requests.pop(0) == f"POST {STREAMS}"
 
 
-async def test_requests_about_a_stream_go_to_its_engine() -> None:
+async def test_requests_go_to_the_engine_of_their_stream() -> None:
+    by_header = {**KEY, "X-Request-Id-FlashMoA-Stream": "b"}
     async with streams_on_two_engines() as (client, engines):
         for method, rest in (("POST", "/keep_alive"), ("POST", "/append"), ("GET", "")):
             assert (await client(method, f"{STREAMS}/b{rest}", headers=KEY))[0] == 200
-        status, content = await client("POST", f"{STREAMS}/c/keep_alive", headers=KEY)
-        assert status == 404 and json.loads(content)["error"]["code"] == "unknown_stream"
-    posts = ["POST /prompt_streams/b/keep_alive", "POST /prompt_streams/b/append"]
-    assert engines[1].requests == [*posts, f"GET {STREAMS}/b"]
-
-
-@pytest.mark.parametrize("is_in_body", [True, False], ids=["body", "header"])
-async def test_a_request_goes_to_its_streams_engine(is_in_body: bool) -> None:
-    body = b'{"text": "x", "prompt_stream_id": "b"}' if is_in_body else b'{"text": "x"}'
-    headers = KEY if is_in_body else {**KEY, "X-Request-Id-FlashMoA-Stream": "b"}
-    async with streams_on_two_engines() as (client, engines):
+        status, error = await client.refused("POST", f"{STREAMS}/c/keep_alive", b"", KEY)
+        assert status == 404 and error["code"] == "unknown_stream"
         for _ in range(2):
-            assert (await client("POST", GENERATE, body, headers))[0] == 200
-    assert engines[1].requests == [f"POST {GENERATE}"] * 2
+            await client.post(GENERATE, text="x", prompt_stream_id="b")
+            await client.post(GENERATE, by_header, text="x")
+    about = [f"POST {STREAMS}/b/keep_alive", f"POST {STREAMS}/b/append", f"GET {STREAMS}/b"]
+    assert engines[1].requests == [*about, *[f"POST {GENERATE}"] * 4]
 
 
 @pytest.mark.parametrize("path", [STREAMS, "/prefill_only"])
@@ -70,14 +66,10 @@ async def test_a_draining_engines_refusals_go_elsewhere(path: str) -> None:
     engines = [FakeEngine("a"), FakeEngine("b")]
     async with routing(*engines, policy=InTurn()) as client:
         engines[0].refuses = DRAINING
-        for _ in range(3):
-            assert (await client("POST", path, b'{"text": "x"}', KEY))[0] == 200
-        for _ in range(2):
-            assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
-        assert engines[0].requests == []
+        for target in (path, path, path, GENERATE, GENERATE):
+            await client.post(target, text="x")
         # The streams of the draining engine are closed, and their requests are served elsewhere.
-        with_stream = b'{"text": "x", "prompt_stream_id": "a"}'
-        assert (await client("POST", GENERATE, with_stream, KEY))[0] == 200
+        await client.post(GENERATE, text="x", prompt_stream_id="a")
         assert engines[0].requests == []
 
 
@@ -102,12 +94,8 @@ async def test_requests_leave_a_vanished_engine(monkeypatch: pytest.MonkeyPatch)
     policy = InTurn()
     async with routing(*engines, policy=policy) as client, anyio.create_task_group() as group:
         gone.append(next(iter(policy.engines)))
-
-        async def ask() -> None:
-            assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
-
         for _ in range(10):
-            group.start_soon(ask)
+            group.start_soon(partial(client.post, GENERATE, text="x"))
     assert probes == 1 and sorted(len(engine.requests) for engine in engines) == [0, 10]
 
 
@@ -116,12 +104,12 @@ async def test_other_refusals_are_passed_on() -> None:
     engine = FakeEngine("a")
     engine.refuses = {("POST", STREAMS)}
     async with routing(engine) as client:
-        status, content = await client("POST", STREAMS, b'{"text": "x"}', KEY)
-        assert status == 503 and json.loads(content)["error"]["code"] == "draining"
-        assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
+        status, error = await client.refused("POST", STREAMS, {"text": "x"}, KEY)
+        assert status == 503 and error["code"] == "draining"
+        await client.post(GENERATE, text="x")
 
 
-async def test_no_stream_follows_a_call_through_a_router() -> None:
+async def test_no_stream_follows_through_a_router() -> None:
     """The call may be on another engine."""
     async with routing(FakeEngine(), FakeEngine()) as client:
         _, content = await client("GET", "/flashmoa/info", headers=KEY)
@@ -138,11 +126,11 @@ ROUTES = [
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
 async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> None:
-    engine, body = FakeEngine("a"), b'{"text": "x", "prompt_stream_id": "a"}'
+    engine, body = FakeEngine("a"), {"text": "x", "prompt_stream_id": "a"}
     async with routing(engine) as client:
         # Now the router knows the stream and the prompt.
         for path in (STREAMS, GENERATE):
-            assert (await client("POST", path, body, KEY))[0] == 200
+            await client.post(path, **body)
         known = list(engine.requests)
         for method, path in ROUTES:
             assert (await client(method, path, body, headers))[0] == 401, path
@@ -155,13 +143,13 @@ async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> N
 async def test_the_shell_router_refuses_a_wrong_api_key() -> None:
     engine, parts = FakeEngine("a"), [{"type": "agent", "agent": "absent"}]
     messages = [{"role": "user", "content": parts}]
+    # It does not wait for an agent first.
     async with pair(engine, 60) as client:
-        for method, path in [*ROUTES, ("GET", "/anything")]:
-            assert (await client(method, path))[0] == 401, path
-        # It does not wait for an agent first.
         with anyio.fail_after(10):
+            for method, path in [*ROUTES, ("GET", "/anything")]:
+                assert (await client(method, path))[0] == 401, path
             for body in ({"messages": messages}, {"agent": "a", "messages": []}):
-                assert (await client("POST", CHAT, json.dumps(body).encode()))[0] == 401
+                assert (await client("POST", CHAT, body))[0] == 401
         assert engine.requests == []
 
 
@@ -169,7 +157,7 @@ async def test_router_without_engines_answers_503() -> None:
     async with running(application(RouterOptions(["http://127.0.0.1:9"]))) as client:
         for path in (GENERATE, "/render", STREAMS, "/flashmoa/info", "/health"):
             method = "GET" if path in ("/flashmoa/info", "/health") else "POST"
-            status, content = await client(method, path, b'{"text": "x"}')
+            status, content = await client(method, path, {"text": "x"})
             assert status == 503 and (path == "/health" or b"no engine answers" in content)
 
 
@@ -189,9 +177,7 @@ async def test_too_large_body_is_refused() -> None:
         ("GET", STREAMS, 405),  # An engine only counts them; nothing names a stream.
     ],
 )
-async def test_missing_routes_are_refused_in_the_own_form(
-    method: str, path: str, status: int
-) -> None:
+async def test_missing_routes_are_refused(method: str, path: str, status: int) -> None:
     engine = FakeEngine("a")
     async with routing(engine) as client:
         found, content = await client(method, path, headers=KEY)
@@ -244,9 +230,7 @@ async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[RouterCli
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
-async def test_body_of_any_depth_is_passed_on_or_refused(
-    any_router: RouterClient, path: str
-) -> None:
+async def test_deep_bodies_are_passed_on_or_refused(any_router: RouterClient, path: str) -> None:
     for depth in (200, *range(900, 1000, 3), 10_000):
         deep = "[" * depth + "]" * depth
         body = f'{{"messages": [{deep}], "tools": {deep}, "text": "x"}}'.encode()
@@ -284,3 +268,23 @@ async def test_no_request_makes_a_router_fail(
     # The fake engine accepts every body, and no agent writes an answer.
     if status in (400, 424):
         assert len(json.loads(content)["error"]["message"]) > 10
+
+
+async def test_a_router_keeps_nothing_of_requests() -> None:
+    engine = FakeEngine("s1", needs_key=False)
+
+    async with routing(engine) as client:
+
+        async def ask(number: int) -> None:
+            # Prompts shorter than a block are in no table.
+            messages = [{"role": "user", "content": f"Go {number}."}]
+            await client.post("/v1/chat/completions", None, messages=messages)
+            await client.post("/prompt_streams", None, text=f"{number}")
+            for stream in ("s1", f"gone{number}"):
+                await client.post("/generate", None, text=f"{number}", prompt_stream_id=stream)
+            assert (await client("DELETE", "/prompt_streams/s1"))[0] == 200
+            for path in (f"/prompt_streams/gone{number}", f"/nothing/{number}"):
+                assert (await client("GET", path))[0] == 404
+            engine.requests.clear()
+
+        assert await kept_by(ask) < 3

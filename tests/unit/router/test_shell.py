@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import anyio
@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
 from flashmoa.router.forwarding import CHAT
-from flashmoa.router.shell.agents import (
-    AgentFailed,
-    AgentPromptCache,
-    AgentRequest,
-    AnswerRecorder,
-    ReadableAnswer,
-    parse_request,
-)
+from flashmoa.router.shell import agents
 from flashmoa.router.shell.application import EarlyPrefill, ShellOptions, shell_application
 from tests.integration.router.serving import serve
 from tests.unit.link.hung_engine import hung_engine
@@ -48,18 +41,16 @@ def reading(*parts: str | dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_parts_of_a_chat_become_a_body() -> None:
-    image = {"type": "image_url", "image_url": {"url": "u"}}
+    image, brief = {"type": "image_url", "image_url": {"url": "u"}}, "Be brief."
     body = reading("Judge: ", "[a]", "Again: ", "[a]", agent="b", workflow="w", stream=True)
-    body["messages"] += [
-        {"role": "system", "content": "Be brief."},
-        *reading(image, "[a]")["messages"],
-    ]
-    request = parse_request(body)
+    body["messages"].append({"role": "system", "content": brief})
+    body["messages"] += reading(image, "[a]")["messages"]
+    request = agents.parse_request(body)
     assert (request.agent, request.workflow, tuple(request.marks)) == ("b", "w", ("a",))
     assert request.filled({"a": "X"}) == {
         "messages": [
             {"role": "user", "content": "Judge: XAgain: X"},
-            {"role": "system", "content": "Be brief."},
+            {"role": "system", "content": brief},
             {"role": "user", "content": [image, {"type": "text", "text": "X"}]},
         ],
         "stream": True,
@@ -68,7 +59,7 @@ def test_parts_of_a_chat_become_a_body() -> None:
 
 @pytest.mark.parametrize("body", [reading("x"), {"messages": 3}, {}, {"messages": ["x"], "n": 2}])
 def test_request_without_agents_is_unchanged(body: dict[str, Any]) -> None:
-    assert parse_request(body) == AgentRequest("", None, body)
+    assert agents.parse_request(body) == agents.AgentRequest("", None, body)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +74,11 @@ def test_request_without_agents_is_unchanged(body: dict[str, Any]) -> None:
 )
 def test_a_malformed_request_is_refused(body: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_request(body)
+        agents.parse_request(body)
 
 
 def test_agents_differ_by_workflow_and_client() -> None:
-    cache = AgentPromptCache()
+    cache = agents.AgentPromptCache()
     mine = cache.read(key_of("a"))
     assert cache.read(key_of("a")) is mine
     assert cache.read(key_of("a", workflow="v")) is not mine
@@ -95,7 +86,7 @@ def test_agents_differ_by_workflow_and_client() -> None:
 
 
 def test_used_and_latest_answers_are_kept() -> None:
-    cache = AgentPromptCache(most=2)
+    cache = agents.AgentPromptCache(most=2)
     writing, waited_for = cache.begin(key_of("a")), cache.read(key_of("x"))
     for number in range(100):
         cache.read(key_of(f"unbegun-{number}"))
@@ -118,14 +109,14 @@ async def test_an_early_chat_has_every_prompt_field() -> None:
 
     fields = {"tool_choice": "none", "reasoning_effort": "low", "chat_template_kwargs": {"x": 1}}
     messages = [{"role": "user", "content": "Sum up."}]
-    request = parse_request({"messages": messages, "temperature": 0, **fields})
+    request = agents.parse_request({"messages": messages, "temperature": 0, **fields})
     prompt = await EarlyPrefill(cast("EngineClient", Engine()), request, {}).build_prompt()
     assert prompt.stable() == "Sum up." and rendered == [fields]
 
 
 async def test_an_early_prompt_grows_with_its_answers() -> None:
-    answer = ReadableAnswer("a")
-    request = parse_request(reading("Judge: ", "[a]", "!"))
+    answer = agents.ReadableAnswer("a")
+    request = agents.parse_request(reading("Judge: ", "[a]", "!"))
     async with (
         hung_engine() as engine,
         EngineClient(engine.url) as client,
@@ -145,10 +136,10 @@ async def test_an_early_prompt_grows_with_its_answers() -> None:
     assert engine.routes()[-1] == "delete" and not group.cancel_scope.cancelled_caught
 
 
-async def test_an_impossible_prompt_is_left_to_its_request() -> None:
-    answer = ReadableAnswer("a")
+async def test_an_impossible_prompt_is_not_sent_early() -> None:
+    answer = agents.ReadableAnswer("a")
     answer.close()
-    request = parse_request(reading("[a]", "x\ud800"))
+    request = agents.parse_request(reading("[a]", "x\ud800"))
     async with (
         serve(FakeEngine().app()) as url,
         EngineClient(url, headers=KEY) as engine,
@@ -168,25 +159,23 @@ def chunk(text: str | None, reason: str | None = None) -> dict[str, Any]:
     return {"choices": [{"delta": {"content": text}, "finish_reason": reason}]}
 
 
-@given(cut=st.integers(1, 40))
-def test_answers_are_recorded_however_they_are_cut(cut: int) -> None:
-    answer = ReadableAnswer("a")
-    recorder = AnswerRecorder(answer, is_stream=True)
+def recorded(pieces: Iterable[bytes], ending: str, is_stream: bool = True) -> agents.ReadableAnswer:
+    answer = agents.ReadableAnswer("a")
+    recorder = agents.AnswerRecorder(answer, is_stream=is_stream)
+    for piece in pieces:
+        recorder.receive(piece)
+    recorder.end(ending)
+    return answer
+
+
+@given(cut=st.integers(1, 40), is_stream=st.booleans())
+def test_answers_are_recorded_however_they_are_cut(cut: int, is_stream: bool) -> None:
     last = {"error": None, **chunk("k", "stop")}
     content = events(chunk("wa"), chunk(None), {"choices": []})[: -len(DONE)]
     content += events(chunk("l"), last).replace(b"data: ", b"data:").replace(b"\n", b"\r\n")
-    for start in range(0, len(content), cut):
-        recorder.receive(content[start : start + cut])
-    recorder.end("answered")
-    assert (answer.written, answer.is_complete) == ("walk", True)
-
-
-def test_whole_answer_is_recorded() -> None:
-    answer = ReadableAnswer("b")
-    message = {"choices": [{"message": {"content": "walk"}, "finish_reason": "stop"}]}
-    recorder = AnswerRecorder(answer)
-    recorder.receive(json.dumps(message).encode())
-    recorder.end("answered")
+    whole = {"choices": [{"message": {"content": "walk"}, "finish_reason": "stop"}]}
+    pieces = [content[start : start + cut] for start in range(0, len(content), cut)]
+    answer = recorded(pieces if is_stream else [json.dumps(whole).encode()], "answered", is_stream)
     assert (answer.written, answer.is_complete) == ("walk", True)
 
 
@@ -202,29 +191,23 @@ def test_whole_answer_is_recorded() -> None:
         (b"", "left", "a's request was left; send it again"),
     ],
 )
-async def test_unusable_response_fails_its_answer(
-    content: bytes, ending: str, message: str
-) -> None:
-    answer = ReadableAnswer("a")
-    recorder = AnswerRecorder(answer, is_stream=True)
-    recorder.receive(content)
-    recorder.end(ending)
-    with pytest.raises(AgentFailed, match=message):
-        await answer.complete()
+async def test_unusable_answer_fails(content: bytes, ending: str, message: str) -> None:
+    with pytest.raises(agents.AgentFailed, match=message):
+        await recorded([content], ending).complete()
 
 
 async def ask(client: RouterClient, *parts: str, **more: Any) -> tuple[int, bytes]:
-    return await client("POST", CHAT, json.dumps(reading(*parts, **more)).encode(), KEY)
+    return await client("POST", CHAT, reading(*parts, **more), KEY)
 
 
 async def test_a_writer_that_leaves_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, begin = anyio.Event(), AgentPromptCache.begin
+    begun, begin = anyio.Event(), agents.AgentPromptCache.begin
 
-    def note(cache: AgentPromptCache, key: tuple[str, str, str]) -> ReadableAnswer:
+    def note(cache: agents.AgentPromptCache, key: tuple[str, str, str]) -> agents.ReadableAnswer:
         begun.set()
         return begin(cache, key)
 
-    monkeypatch.setattr(AgentPromptCache, "begin", note)
+    monkeypatch.setattr(agents.AgentPromptCache, "begin", note)
     async with pair(FakeEngine(), seconds=60) as client:
         async with anyio.create_task_group() as writer:
             writer.start_soon(lambda: ask(client, "So: ", "[absent]", agent="a"))

@@ -14,17 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.scoring import PrefillUsage, Scores
+from flashmoa.scoring import PrefillUsage, Scores, scorer
 from flashmoa.scoring.bulk import BadLine, Line, make_record, read_batches, work_in_order
-from flashmoa.scoring.scorer import (
-    choice_question,
-    context_kind,
-    option_letters,
-    question_item,
-)
 from flashmoa.scoring.scores import probability_mass, softmax
 
-LINES = 200_000
+LINES = 80_000
 logprobs = st.lists(
     st.floats(max_value=0, min_value=-2000) | st.just(-math.inf), min_size=1, max_size=30
 )
@@ -51,35 +45,35 @@ def test_probability_mass_scales_the_softmax(values: list[float]) -> None:
 
 @given(st.integers(min_value=1, max_value=26))
 def test_every_option_has_its_own_letter(count: int) -> None:
-    found = option_letters(count)
+    found = scorer.option_letters(count)
     assert len(set(found)) == count == len(found)
-    question = choice_question([f"option {number}" for number in range(count)], "Which?")
+    question = scorer.choice_question([f"option {number}" for number in range(count)], "Which?")
     assert question.splitlines()[-2] == f"{found[-1]}. option {count - 1}"
 
 
 @pytest.mark.parametrize("count", [0, 27])
 def test_too_many_options_for_letters_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"not for {count}"):
-        option_letters(count)
+        scorer.option_letters(count)
 
 
 def test_a_question_continues_the_users_message() -> None:
     user, model = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
-    assert question_item("Text", "Which?") == "\n\nWhich?\nAnswer:"
-    assert question_item([user], "Which?") == "\n\nWhich?"
-    assert question_item([user, model], "Which?") == "Which?"
-    assert question_item([{"role": "user", "content": None}], "Which?") == "Which?"
+    assert scorer.question_item("Text", "Which?") == "\n\nWhich?\nAnswer:"
+    assert scorer.question_item([user], "Which?") == "\n\nWhich?"
+    assert scorer.question_item([user, model], "Which?") == "Which?"
+    assert scorer.question_item([{"role": "user", "content": None}], "Which?") == "Which?"
 
 
 def test_contexts_are_text_tokens_or_messages() -> None:
-    assert [context_kind(one) for one in ("x", [1], [{"role": "user"}])] == [
+    assert [scorer.context_kind(one) for one in ("x", [1], [{"role": "user"}])] == [
         "text",
         "tokens",
         "messages",
     ]
     for wrong in ([], [True], [1, "x"], [None]):
         with pytest.raises(ValueError, match="not empty"):
-            context_kind(wrong)  # type: ignore[arg-type]
+            scorer.context_kind(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -103,12 +97,12 @@ def test_contexts_are_text_tokens_or_messages() -> None:
         ('{"context": "x", "labels": {"yes": [5, -1]}}', "greater than or equal to 0"),
     ],
 )
-def test_malformed_line_is_refused_with_the_reason(line: str, problem: str) -> None:
+def test_a_malformed_line_is_refused(line: str, problem: str) -> None:
     with pytest.raises(BadLine, match=problem):
         Line.read(line.encode())
 
 
-def test_record_of_infinite_logprobs_is_valid_json() -> None:
+def test_infinite_logprobs_are_valid_json() -> None:
     line = Line.read(b'{"id": 7, "context": "x", "candidates": ["a", "b"]}')
     scores = Scores.of(["a", "b"], [-0.1234567891, -math.inf], None, PrefillUsage())
     written = json.loads(json.dumps(make_record(3, line, scores), allow_nan=False))
@@ -162,7 +156,7 @@ async def test_failing_work_stops_all_workers() -> None:
 
 async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     source = tmp_path / "lines.jsonl"
-    text = json.dumps({"context": "Is it good?" * 4, "candidates": [" yes", " no"]})
+    text = json.dumps({"context": "Is it good?" * 16, "candidates": [" yes", " no"]})
     source.write_text(f"{text}\n" * LINES)
     count = 0
 
@@ -184,4 +178,4 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert count == LINES - 1000
     assert source.stat().st_size > 15_000_000
-    assert 0 < peak < 2_000_000
+    assert 0 < peak < 1_250_000

@@ -1,16 +1,19 @@
-"""Test how grids of workloads are played and resumed, and what no linking can be faster than."""
+"""Test what all benchmarks share: grids, reports, modelled GPUs, and their bounds."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import anyio
 import pytest
-from flashmoa_bench.harness import clock, requests
+from flashmoa_bench.harness import clock, modelled_gpus, requests
+from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.critical_path import decoding_seconds
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report, make_table
 from flashmoa_bench.harness.rounds import RoundPlayer, measured_cells
 from flashmoa_bench.link.pipelines import PipelineRound, play_cell
@@ -19,38 +22,31 @@ from rich.console import Console
 
 from flashmoa.errors import EngineError
 from flashmoa.link.prompt_feed import Feed
-from flashmoa.observe import CallFinished, CallStarted
-from flashmoa.observe.calls import Call
-
-
-class Clockwork:
-    """Plays rounds of given times, and notes the order of ways."""
-
-    def __init__(self, *seconds: float) -> None:
-        self._seconds = {"a": list(seconds), "b": list(seconds)}
-        self.order: list[str] = []
-
-    async def run(self, way: str) -> PipelineRound:
-        self.order.append(way)
-        return PipelineRound(self._seconds[way].pop(0), 0.0, 0)
+from tests.unit.events import make_call
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
 @pytest.mark.parametrize(
-    ("seconds", "played"),
-    [((1.0, 1.0, 1.004, 9.0), 3), ((1.0, 1.2, 1.0, 1.0), 4)],
+    ("seconds", "played"), [((1.0, 1.0, 1.004, 9.0), 3), ((1.0, 1.2, 1.0, 1.0), 4)]
 )
 async def test_rounds_that_agree_end_a_cell(
     seconds: tuple[float, ...], played: int, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    left = {way: iter(seconds) for way in "ab"}
+    order: list[str] = []
+
+    async def run(way: str) -> PipelineRound:
+        order.append(way)
+        return PipelineRound(next(left[way]), 0.0, 0)
+
     async def sleep(_seconds: float) -> None:
         await anyio.lowlevel.checkpoint()
 
     monkeypatch.setattr(clock, "sleep", sleep)
-    clockwork = Clockwork(*seconds)
-    rounds = await play_cell(["a", "b"], clockwork.run, 4, side_by_side=side_by_side)
+    rounds = await play_cell(["a", "b"], run, 4, side_by_side=side_by_side)
     assert [len(each) for each in rounds.values()] == [played, played]
-    assert clockwork.order[:4] == ["a", "b", "b", "a"]
+    assert order[:4] == ["a", "b", "b", "a"]
 
 
 async def test_rounds_take_turns_after_a_warm_up() -> None:
@@ -116,12 +112,6 @@ def test_a_tables_rows_declare_its_columns() -> None:
     ]
 
 
-def make_call(agent: str, sent: float, token: float | None, end: float) -> Call:
-    begun = CallStarted(agent=agent, engine="one", call_id=agent, at=sent)
-    done = CallFinished(agent=agent, engine="one", call_id=agent, at=end, text="a")
-    return Call(begun, token, done)
-
-
 def test_linking_cannot_beat_decoding() -> None:
     two, three = make_call("two", 5.0, 6.0, 9.0), make_call("three", 9.0, 9.5, 10.0)
     # The first agent's prompt is prefilled from 1.0 to 2.0.
@@ -164,11 +154,80 @@ async def test_a_fed_stream_is_deleted_unless_claimed(
     engine: Any = None
     written = [3]
     async with requests.feeding(engine, [1, 2], lambda: written) as claim:
-        await anyio.sleep(0.05)
+        feed = FakeFeed.made[-1]
+        await until(lambda: feed.taken == [1, 2, 3])
         written.append(4)
-        await anyio.sleep(0.05)
+        await until(lambda: feed.taken == [1, 2, 3, 4])
         assert not claimed or claim() == "stream"
-    assert FakeFeed.made[-1].taken == [1, 2, 3, 4]
-    assert FakeFeed.made[-1].is_deleted is not claimed
+    assert feed.is_deleted is not claimed
     async with requests.feeding(engine, [], list, is_linked=False) as claim:
         assert claim() is None
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    return make_parser("any", None, [Role("flashmoa", plugin=True)]).parse_args(argv)
+
+
+def test_engines_are_on_the_given_device() -> None:
+    assert modelled_gpus.device_environment(parse(), "flashmoa") == {}
+    arguments = parse("--device", "h200_sxm", "--device-tp", "2", "--device-slowdown", "4")
+    assert modelled_gpus.device_environment(arguments, "flashmoa") == {
+        "FLASHMOA_DEVICE": "h200_sxm",
+        "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-32B",
+        "FLASHMOA_DEVICE_TP": "2",
+        "FLASHMOA_DEVICE_SLOWDOWN": "4.0",
+        "FLASHMOA_DEVICE_WEIGHTS": "bfloat16",
+    }
+
+
+def test_every_engine_can_have_a_model_of_its_own() -> None:
+    def model_of(arguments: argparse.Namespace, engine: str) -> str:
+        return modelled_gpus.device_environment(arguments, engine)["FLASHMOA_DEVICE_MODEL"]
+
+    small = ("--device", "h200_sxm", "--device-model", "small=Qwen/Qwen3-8B")
+    two = parse(*small, "large=big")
+    for engine in ("small", "stock_small", "stock_small_2"):
+        assert model_of(two, engine) == "Qwen/Qwen3-8B"
+    for engine in ("large", "stock_large"):
+        assert model_of(two, engine) == "big"
+    with pytest.raises(EngineError, match="no model for the engine medium: add medium=NAME"):
+        model_of(two, "medium")
+    assert model_of(parse(*small, "big"), "medium") == "big"
+
+
+async def test_the_clock_runs_in_a_slow_gpus_time() -> None:
+    with clock.slowed_down(4):
+        before, started = clock.now(), time.perf_counter()
+        await clock.sleep_until(before + 0.01)
+        assert clock.now() >= before + 0.01
+        assert time.perf_counter() - started >= 0.04
+        assert (clock.seconds_of(8.0), clock.machine_seconds(8.0)) == (2.0, 32.0)
+    assert clock.seconds_of(8.0) == 8.0
+
+
+def test_compared_engines_are_slowed_down_alike() -> None:
+    assert modelled_gpus.common_slowdown({}) == 1
+    assert modelled_gpus.common_slowdown({"one": device(0), "two": device(0)}) == 2
+    with pytest.raises(EngineError, match="by different factors"):
+        modelled_gpus.common_slowdown({"one": device(0), "two": device(0) | {"slowdown": 1.0}})
+
+
+def device(overrun: float) -> dict[str, Any]:
+    return {
+        "name": "modelled h200_sxm", "slowdown": 2.0, "forwards": 100, "overruns": 9,
+        "device_seconds": 10.0, "overrun_seconds": overrun, "starved_seconds": overrun / 2,
+    }  # fmt: skip
+
+
+def test_an_overrun_run_is_refused_with_a_slowdown() -> None:
+    modelled_gpus.check_keeps_up({"one": device(0.1), "two": device(0.0)}, "--device-slowdown")
+    with pytest.raises(EngineError, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
+        modelled_gpus.check_keeps_up({"one": device(0.1), "two": device(0.3)}, "--device-slowdown")
+
+
+def test_forwards_before_a_run_do_not_count() -> None:
+    during = modelled_gpus.counted_since(
+        device(0.5), device(0.6) | {"device_seconds": 30.0, "forwards": 150}
+    )
+    assert (during["forwards"], during["overruns"], during["device_seconds"]) == (50, 0, 20.0)
+    modelled_gpus.check_keeps_up({"one": during}, "--device-slowdown")

@@ -19,6 +19,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import flashmoa
+
 ROOT = Path(__file__).resolve().parents[2]
 # The wheel has kernels for many GPUs. The kit takes only Hopper's.
 KERNELS, ARCHITECTURE = "sglang-kernel==0.4.2.post2", "sm90"
@@ -62,7 +64,7 @@ def write_metadata(site: Path) -> None:
     """Write the metadata of our packages as if they were installed: versions, entry points."""
     for place in PROJECTS:
         project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]
-        name, version = project["name"], project["version"]
+        name, version = project["name"], flashmoa.__version__
         folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "METADATA").write_text(

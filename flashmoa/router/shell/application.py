@@ -224,7 +224,7 @@ class EarlyPrefill:
                 return
             self._link = Link(self._engine, prompt, agent=self._request.agent or "a reader")
             for answer in self._answers.values():
-                answer._follow(self._link)
+                answer._feed_to(self._link)
             await self._link.run()
 
     async def finish(self) -> None:

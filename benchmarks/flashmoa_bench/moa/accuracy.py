@@ -22,7 +22,6 @@ from typing import Annotated
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import (
-    AggregationPrompt,
     EarlyExit,
     EngineEmbedder,
     MixtureFailed,
@@ -150,7 +149,6 @@ async def _ask(
         system = MixtureOfAgents(
             [*([model(size) for size in each] for each in layers), [model(last, 0)]],
             mixture.topology,
-            prompt=AggregationPrompt("question-first"),
             early_exit=mixture.policy(EarlyExit(embedder, seed=options.seed + question.number)),
         )
     try:

@@ -85,6 +85,6 @@ async def test_staircases_measures_mixtures_and_debates(benches: Bench) -> None:
     for kind in ("mixture", "debate"):
         whole = rows[f"{kind} of 2: whole answers"]
         assert whole["relative_first"] == whole["relative_rate"] == 1 and whole["rounds"] == 1
-        early = rows[f"{kind} of 2: rounds, 2"]
-        assert early["rounds"] > rows[f"{kind} of 2: rounds, 8"]["rounds"] > 1
+        early = rows[f"{kind} of 2: prefix-cached, 2"]
+        assert early["rounds"] > rows[f"{kind} of 2: prefix-cached, 8"]["rounds"] > 1
     assert all(cell["tokens"] == 40 for cell in found["cells"])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 from flashmoa.engine import EngineClient
 from flashmoa.errors import RequestRefused
@@ -158,7 +158,7 @@ async def _ask_judge(judge: EngineClient, options: argparse.Namespace, pair: Pai
         f"# Answer of assistant A\n{pair.first}\n\n# Answer of assistant B\n{pair.second}"
     )
     messages = [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": shown}]
-    sampling = {"temperature": 0, "max_tokens": options.judge_tokens}
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": options.judge_tokens}
     try:
         async with Workflow(judge, ahead="nothing") as flow:
             return await flow.ask(messages, model=options.judge_model, **sampling)

@@ -64,8 +64,10 @@ def read(file: Path, name: str) -> list[Question]:
         except (KeyError, TypeError, ValueError) as error:
             problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
-                f"{file}, line {number}: not a question of {name}: {problem}"
+                f"{file}, line {number}: no row of {name} that can be checked: {problem}"
             ) from error
+    if not questions:
+        raise ValueError(f"{file} has no questions")
     return questions
 
 

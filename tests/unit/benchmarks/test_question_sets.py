@@ -72,16 +72,26 @@ def test_other_rows_are_refused(
     name: str, row: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     good = [ROWS[name][0]] if name in ROWS else []
-    where = f"line {len(good) + 1}: not a question of {name}: "
+    where = f"line {len(good) + 1}: no row of {name} that can be checked: "
     with pytest.raises(ValueError, match=f"{where}.*({problem})"):
         read(write(tmp_path, *good, row), name)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "3"])
-def test_files_without_an_object_in_each_line_are_refused(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("\n{", "line 2: not a JSON object"),
+        ("[]", "line 1: not a JSON object"),
+        ("3", "line 1: not a JSON object"),
+        ("\n", "has no questions"),
+    ],
+)
+def test_files_without_an_object_in_each_line_are_refused(
+    text: str, problem: str, tmp_path: Path
+) -> None:
     file = tmp_path / "odd.jsonl"
-    file.write_text(f"\n{line}")
-    with pytest.raises(ValueError, match="line 2: not a JSON object"):
+    file.write_text(text)
+    with pytest.raises(ValueError, match=problem):
         read(file, "gsm8k")
 
 

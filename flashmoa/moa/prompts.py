@@ -218,7 +218,7 @@ def cut_answer(text: str, length: int, share: int) -> str:
 class ChunkedText:
     """Cuts a text into chunks, one for each round of a staircase. Each chunk is a separate text.
 
-    A chunk ends with the part of the text in which its last token arrives.
+    A chunk ends with the part of the text that brings its last token.
 
     Args:
         tokens: number of tokens of each part of ``source``, which grows before ``source`` does.

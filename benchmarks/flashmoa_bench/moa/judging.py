@@ -53,7 +53,7 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A question with two answers, of which ``first`` is shown as A."""
+    """A question with two answers. The judge sees ``first`` as A, and ``second`` as B."""
 
     prompt: str
     first: str

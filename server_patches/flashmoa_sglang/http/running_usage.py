@@ -29,7 +29,7 @@ def applies_to(obj: Any, chat: Any) -> bool:
 async def split(
     outputs: AsyncGenerator[Any], decode: Decode, *, in_pieces: bool
 ) -> AsyncGenerator[Any]:
-    """Yield SGLang's outputs, those of several tokens after outputs of their first tokens.
+    """Yield SGLang's outputs. An output of several tokens follows outputs of its first tokens.
 
     Args: in_pieces: whether each output has only the new text and tokens.
     """

@@ -60,7 +60,7 @@ $(READY): $(REQUIREMENTS) $(PROJECTS)
 	@echo "[2/4] what SGLang needs on a CPU"
 	@$(PIP) -r requirements/engine-cpu.txt
 	@echo "[3/4] FlashMoA, its plugin and the tools"
-	@$(PIP) -e '.[autogen,agent-framework,examples,moa,openai,opentelemetry,router]' -e server_patches -e 'benchmarks[engines]' -r requirements/dev.txt -c requirements/engine-cpu.txt
+	@$(PIP) -e '.[autogen,agent-framework,examples,moa,openai,opentelemetry,router]' -e server_patches -e 'benchmarks[engines,math]' -r requirements/dev.txt -c requirements/engine-cpu.txt
 	@echo "[4/4] SGLang"
 	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/routers.txt
 	@touch $@

@@ -16,11 +16,10 @@ from engines import GUIDE, print_timeline, run_program, two_engine_parser, two_e
 from rich.console import Console
 
 from flashmoa import EngineClient
-from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Staircase
+from flashmoa.moa import MixtureOfAgents, Model, Staircase
 from flashmoa.observe import Event
 
 QUESTION = "What should two people who like walking and food do in three days in Nepal?"
-PROMPT = AggregationPrompt("question-first")
 
 
 async def main() -> None:
@@ -37,12 +36,12 @@ async def main() -> None:
         small = Model(engine_a, arguments.model_a, sampling)
         large = Model(engine_b, arguments.model_b, sampling)
         layers = [[small, small, large] * 3, [small, small, large], [large]]
-        mixture = MixtureOfAgents(layers, "9-3-1", prompt=PROMPT, listener=events.append)
+        mixture = MixtureOfAgents(layers, "9-3-1", listener=events.append)
         with console.status("nine, three, one"):
             result = await mixture.answer(QUESTION)
         print_timeline(events, console)
         console.print(f"\n9-3-1: {result.text}", markup=False, highlight=False)
-        staircase = Staircase([small, small, small], large, prompt=PROMPT)
+        staircase = Staircase([small, small, small], large)
         staircase_result = await staircase.answer(QUESTION)
     first, whole = staircase_result.time_to_first_token, staircase_result.seconds
     console.print(f"\nA staircase, its first token after {first:.2f} s of {whole:.2f} s:")

@@ -30,6 +30,7 @@ BENCHMARKS = {
     "client": ("link.client", "time that links take from a program's event loop"),
     "workflows": ("workflows.benchmark", "chain, mapreduce and slides, technique by technique"),
     "moa_accuracy": ("moa.accuracy", "right answers of mixtures and of single real models"),
+    "moa_judge": ("moa.judging", "answers of mixtures, compared in pairs by a model"),
     "moa_latency": ("moa.latency", "time of mixtures of three models, technique by technique"),
     "staircases": ("moa.staircases", "first token and rate of staircases and debates"),
     "prefill_only": ("prefill.benchmark", "probabilities of given answers, against one token"),

@@ -92,6 +92,7 @@ class EngineClient:
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
         self._info: EngineInfo | None = None  # The engine's first answer.
+        self._accepts_options = True  # Whether it has refused no option of streams.
         self._answering_soon = SoonAnswers(self.url)
         # The context length of each model, once the server has listed its models.
         self._context_lengths: dict[str, int | None] = {}
@@ -415,12 +416,21 @@ class EngineClient:
         }
         return self._stream("/generate", body, read_generation)
 
-    def chat(
-        self, messages: Messages, *, prompt_stream_id: str | None = None, **parameters: Any
-    ) -> AbstractAsyncContextManager[AsyncGenerator[Delta]]:
+    @asynccontextmanager
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        prompt_stream_id: str | None = None,
+        stream_options: Mapping[str, Any] = MappingProxyType({}),
+        **parameters: Any,
+    ) -> AsyncGenerator[AsyncGenerator[Delta]]:
         """Stream a chat completion. Leaving the context aborts it.
 
-        ``parameters`` are parameters of OpenAI's chat completions and of SGLang.
+        Args:
+            stream_options: with ``continuous_usage_stats`` every step has the usage so far, if the
+                server counts while it writes. A server that refuses this is asked without.
+            parameters: parameters of OpenAI's chat completions and of SGLang.
         """
         body = {
             "model": self.model,
@@ -429,9 +439,20 @@ class EngineClient:
             "messages": list(messages),
             "prompt_stream_id": prompt_stream_id,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
-        return self._stream("/v1/chat/completions", body, read_chat)
+        async with AsyncExitStack() as stack:
+            options = {**stream_options} if self._accepts_options else {}
+            while True:
+                body["stream_options"] = {"include_usage": True, **options}
+                try:
+                    asked = self._stream("/v1/chat/completions", body, read_chat)
+                    deltas = await stack.enter_async_context(asked)
+                    break
+                except errors.RequestRefused as error:
+                    if not options or not any(option in str(error) for option in options):
+                        raise
+                    self._accepts_options, options = False, {}
+            yield deltas
 
     async def workers(self) -> list[EngineClient]:
         """Return clients of the engines behind a front end; an empty list for other servers."""

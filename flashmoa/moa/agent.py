@@ -35,21 +35,31 @@ class _Request:
     """One request of an agent. Its cost is estimated until the engine counts it.
 
     Attributes:
-        pieces: number of pieces that have come; ``visible`` of them are not thought.
-        max_pieces, max_visible: the agent leaves the request after that many pieces.
+        tokens: number of tokens that have come; ``visible`` of them are not thought. If the engine
+            does not count while it writes, each piece counts as one token.
+        max_tokens, max_visible: the agent leaves the request after that many tokens.
     """
 
     prompt_tokens: int
-    max_pieces: float
+    max_tokens: float
     max_visible: float
-    pieces: int = 0
+    tokens: int = 0
     visible: int = 0
     thinks: bool = False
     usage: PromptUsage | None = None
 
     def spent(self) -> PromptUsage:
-        estimate = PromptUsage(prompt_tokens=self.prompt_tokens, completion_tokens=self.pieces)
+        estimate = PromptUsage(prompt_tokens=self.prompt_tokens, completion_tokens=self.tokens)
         return self.usage or estimate
+
+    def count(self, delta: Delta) -> int:
+        """Return how many tokens a step's text has; also count tokens before it without text."""
+        if not delta.text and not delta.reasoning:
+            return 0
+        counted = delta.usage.completion_tokens if delta.usage is not None else 0
+        new = max(1, counted - self.tokens)
+        self.tokens += new
+        return new
 
 
 class StopFilter:
@@ -100,6 +110,7 @@ class Agent(Answer):
         record: its record so far; :meth:`fill_record` adds the answer.
         asked: is set when the first request is sent, or when it is certain that none will be.
         waiting: number of clusters that wait for its answer.
+        part_tokens: number of tokens of each part of the answer so far.
         error: why the answer failed; ``None`` if it did not.
     """
 
@@ -118,6 +129,7 @@ class Agent(Answer):
         self.model = model
         self.asked = anyio.Event()
         self.waiting = 0
+        self.part_tokens: list[int] = []
         self.error: Exception | None = None
         self._flow = flow
         self._sampling = {**model.sampling}
@@ -127,6 +139,8 @@ class Agent(Answer):
         # The first request that writes the present part of the answer.
         self._first_of_part = 0
         self._stops = StopFilter([])
+        # Number of tokens that no part of the answer has yet.
+        self._uncounted = 0
         self._engine: EngineClient = model.engine
         self._patience = anyio.CancelScope()
         # The next request, until it is sent, and a function that announces the request after it.
@@ -215,7 +229,7 @@ class Agent(Answer):
                 break
             self._announced = self._announced or announce_next()
         if rest := self._stops.end():
-            self._write(rest)
+            self._write_counted(rest)
             self.record.steps[-1].text += rest
 
     async def _write_step(self, step: StaircaseRound, messages: Messages, size: int | None) -> None:
@@ -229,7 +243,7 @@ class Agent(Answer):
         own = self._requests[first:]
         if size is not None and any(one.thinks for one in own) and not self.written[begin:].strip():
             # The agent spent the part's tokens on thought. Now it may write any number of tokens,
-            # and is left after ``size`` pieces of its answer. If white space has come already, the
+            # and is left after ``size`` tokens of its answer. If white space has come already, the
             # next round is announced; this request must not take that stream.
             announced, self._announced = self._announced, None
             try:
@@ -263,7 +277,7 @@ class Agent(Answer):
 
         Args:
             size: number of tokens in the part; ``None``: the rest of the answer.
-            max_visible: the part ends after that number of pieces, without thought.
+            max_visible: the part ends after that number of tokens, without thought.
         """
         pending, self._announced = self._announced, None
         # While this agent waited, another may have found that the engine does not answer.
@@ -321,11 +335,11 @@ class Agent(Answer):
             body |= continuation
         if written or self.record.steps:
             body |= self._token_limit(size)
-        # Engines hold text back and release it, so an answer may have more pieces than tokens.
+        # Engines that do not count may hold text back and release it in more pieces than tokens.
         limit = token_limit(body)
-        max_pieces = math.inf if limit is None else limit + 16
+        max_tokens = math.inf if limit is None else limit + 16
         length = sum(len(str(message.get("content"))) for message in messages)
-        request = _Request(length // CHARACTERS_PER_TOKEN, max_pieces, max_visible)
+        request = _Request(length // CHARACTERS_PER_TOKEN, max_tokens, max_visible)
         self._requests.append(request)
         self.usage = self.finish_reason = None
         self.record.engine = self._engine.url
@@ -338,7 +352,7 @@ class Agent(Answer):
                 self, messages, body, engine=self._engine, pending=pending, agent=name
             )
         except (EngineUnreachable, RequestRefused):
-            if not request.pieces:
+            if not request.tokens:
                 self._requests.remove(request)  # No engine has computed anything for it.
             raise
         self.record.finished = time.time()
@@ -352,7 +366,7 @@ class Agent(Answer):
 
     def _token_limit(self, size: int | None) -> dict[str, int]:
         """Return the parameter that limits the tokens of a request for the rest of a part."""
-        part = sum(request.pieces for request in self._requests[self._first_of_part :])
+        part = sum(request.tokens for request in self._requests[self._first_of_part :])
         limits = [self._left_tokens(), None if size is None else size - part]
         known = [limit for limit in limits if limit is not None]
         newer = self._sampling.get("max_completion_tokens")
@@ -378,9 +392,9 @@ class Agent(Answer):
                     raise
         if self.finish_reason is not None:
             return
-        if self._patience.cancelled_caught and request.pieces:
+        if self._patience.cancelled_caught and request.tokens:
             raise EngineTimeout(f"it stalled: nothing came for {limits.stall_seconds:g} s")
-        if whole.cancelled_caught and request.pieces:
+        if whole.cancelled_caught and request.tokens:
             self.finish_reason = "length"
         elif whole.cancelled_caught or self._patience.cancelled_caught:
             is_whole = whole.cancelled_caught
@@ -392,31 +406,38 @@ class Agent(Answer):
         request, record = self._requests[-1], self.record
         self.usage = request.usage = delta.usage or request.usage
         self.finish_reason = delta.finish_reason or self.finish_reason
-        request.pieces += bool(delta.text or delta.reasoning)
-        if request.pieces:
+        tokens = request.count(delta)
+        if request.tokens:
             self._patience.deadline = _later(anyio.current_time(), self._limits.stall_seconds)
         if delta.reasoning:
             request.thinks = True
             record.thought += delta.reasoning
         else:
             self.logprobs += delta.logprobs
+            request.visible += tokens
+            self._uncounted += tokens
         if delta.text:
-            request.visible += 1
             self._engine.avoided_until = None
             for begun in (record, *record.steps[-1:]):
                 begun.first_token = begun.first_token or time.time()
             if self._announce_next is not None:
                 self._announced, self._announce_next = self._announce_next(), None
             if piece := self._stops.add(delta.text):
-                self._write(piece)
+                self._write_counted(piece)
         if self._stops.found:
             self.finish_reason = "stop"
             return False
         if self.finish_reason is not None:
             return True  # The usage follows.
-        if request.pieces >= request.max_pieces or request.visible >= request.max_visible:
+        if request.tokens >= request.max_tokens or request.visible >= request.max_visible:
             self.finish_reason = "length"
         return self.finish_reason is None
+
+    def _write_counted(self, part: str) -> None:
+        """Write a part of the answer, after its number of tokens."""
+        self.part_tokens.append(self._uncounted)
+        self._uncounted = 0
+        self._write(part)
 
 
 def continue_answer(messages: Sequence[Message], written: str) -> tuple[Messages, dict[str, Any]]:

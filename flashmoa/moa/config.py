@@ -214,8 +214,8 @@ class _SystemTable(_PromptTable):
         fallback = Fallback(others, self.fallback.best_answer)
         return SystemSettings(limits=self.limits, fallback=fallback)
 
-    def build_prompt(self, layer: _LayerTable, **defaults: Any) -> AggregationPrompt:
-        return AggregationPrompt(**{**defaults, **self.given(), **layer.given()})
+    def build_prompt(self, layer: _LayerTable) -> AggregationPrompt:
+        return AggregationPrompt(**{**self.given(), **layer.given()})
 
     def build_pair(self, file: _File) -> tuple[list[Model], Model, AggregationPrompt]:
         """Return the agents of the first layer, and the aggregator with its prompt."""
@@ -226,7 +226,7 @@ class _SystemTable(_PromptTable):
                 f"its layers have {[*map(len, layers)]} agents; this {self.kind} needs {needs}"
             )
         first, [last] = layers
-        return first, last, self.build_prompt(self.layers[1], layout="question-first")
+        return first, last, self.build_prompt(self.layers[1])
 
 
 class _MixtureTable(_SystemTable):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.link.streamed_text import StreamedText
 from flashmoa.moa.results import MixtureFailed, common_refusal, describe
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Steps
+from flashmoa.moa.settings import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +53,16 @@ class AggregationPrompt:
     """The prompt of an aggregator. It has a numbered slot for each answer that the agent reads.
 
     Attributes:
-        layout: ``answers-first``, the usual form, puts the answers into the system message. The
-            conversation follows them, so it cannot be prefilled before the answers are complete.
-            ``question-first`` puts the answers at the end, so everything else has a fixed position.
+        layout: ``question-first`` puts the answers at the end, so everything else is prefilled
+            before an answer begins. ``answers-first``, the form of the first Mixture-of-Agents
+            (Wang et al. 2024), puts the answers into the system message. The conversation follows
+            them, so it cannot be prefilled before the answers are complete.
         instruction: text before the answers that says what to do with them.
         heading: text before each answer; ``{number}`` counts from 1.
         closing: text after the last answer.
     """
 
-    layout: Layout = "answers-first"
+    layout: Layout = "question-first"
     instruction: str = _AGGREGATE
     heading: str = "\n\nAnswer {number}:\n"
     closing: str = ""
@@ -127,9 +128,7 @@ class DebatePrompt:
     absent: str = "I have no answer yet."
     memory: Memory = "all"
     staircase_instruction: str = _DEBATE_STAIRCASE
-    aggregation: AggregationPrompt = field(
-        default_factory=lambda: AggregationPrompt("question-first")
-    )
+    aggregation: AggregationPrompt = field(default_factory=AggregationPrompt)
 
     @property
     def has_all_rounds(self) -> bool:
@@ -158,7 +157,7 @@ class DebatePrompt:
     def on_staircase(self, place: int) -> AggregationPrompt:
         """Return the prompt on a staircase of a debater, by its place from 0."""
         instruction = self.staircase_instruction.replace("{number}", str(place + 1))
-        return AggregationPrompt("question-first", instruction, self.heading)
+        return AggregationPrompt(instruction=instruction, heading=self.heading)
 
 
 def add_role(messages: Sequence[Message], role: str) -> Messages:
@@ -219,7 +218,10 @@ def cut_answer(text: str, length: int, share: int) -> str:
 class ChunkedText:
     """Cuts a text into chunks, one for each round of a staircase. Each chunk is a separate text.
 
+    A chunk ends with the part of the text that brings its last token.
+
     Args:
+        tokens: number of tokens of each part of ``source``, which grows before ``source`` does.
         title: text before each chunk.
 
     Attributes:
@@ -228,6 +230,7 @@ class ChunkedText:
 
     flow: Workflow
     source: StreamedText
+    tokens: Sequence[int]
     title: str
     steps: Steps
     problem: str = ""
@@ -256,18 +259,17 @@ class ChunkedText:
 
     async def cut(self) -> None:
         """Fill the chunks as the text is written, until it ends or fails."""
-        number, left, sizes = -1, 0, self.steps.sizes()
+        number, left, parts, sizes = -1, 0, 0, self.steps.sizes()
         try:
-            async for piece in self.source:
-                while piece:
-                    if left == 0:
-                        number, left = number + 1, next(sizes) * CHARACTERS_PER_TOKEN
-                        self.chunk(number).write(self.title)
-                    part, piece = piece[:left], piece[left:]
-                    left -= len(part)
-                    self.chunk(number).write(part)
-                    if left == 0:
-                        self.chunk(number).close()
+            async for part in self.source:
+                if left <= 0:
+                    number, left = number + 1, next(sizes)
+                    self.chunk(number).write(self.title)
+                self.chunk(number).write(part)
+                left -= self.tokens[parts]
+                parts += 1
+                if left <= 0:
+                    self.chunk(number).close()
         except UpstreamCancelled:
             pass  # Readers get the chunks so far.
         except Exception as error:
@@ -293,7 +295,8 @@ class GrowingPrompt:
     def messages(self, number: int) -> Messages:
         """Return the messages of a round, from 0.
 
-        With the order ``rounds`` chunks include their titles, so that an empty one has no title.
+        With the order ``prefix-cached`` chunks include their titles, so that an empty chunk has
+        none.
         """
         rounds = [
             [f"{source.chunk(round_)}" for source in self.sources] for round_ in range(number + 1)

@@ -38,7 +38,7 @@ from flashmoa.moa.prompts import (
     fair_shares,
 )
 from flashmoa.moa.results import AgentAnswer, Result, Spending, raise_as_mixture_failed
-from flashmoa.moa.settings import Limits, Quorum, Steps, needs_one_request
+from flashmoa.moa.settings import RUNNING_USAGE, Limits, Quorum, Steps, needs_one_request
 from flashmoa.moa.topology import ClusterKey, Reads, Topology, critical_path
 from flashmoa.observe import Listener
 from flashmoa.observe.events import contained, ignore
@@ -242,6 +242,8 @@ class SystemRun:
             # Therefore only answers that early exit scores have them.
             if system.is_scored(layer, place):
                 model = model.with_sampling({"logprobs": True})
+            if self._steps is not None:
+                model = model.with_sampling(RUNNING_USAGE)
             self._ask(layer, model, self._prompt(layer, place, places))
 
     def _prompt(self, layer: int, place: int, places: Reads) -> Messages | GrowingPrompt:
@@ -294,7 +296,7 @@ class SystemRun:
         sources = self._chunked[layer, places] = []
         for number, agent in enumerate(agents, 1):
             title = "" if steps.order == "contiguous" else prompt.title(number)
-            sources.append(ChunkedText(flow, agent, title, steps))
+            sources.append(ChunkedText(flow, agent, agent.part_tokens, title, steps))
             flow.start_soon(sources[-1].cut)
 
     async def _keep_quorum(self, quorum: Quorum, agents: Sequence[Agent]) -> None:

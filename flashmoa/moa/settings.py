@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated
 
-Order = Literal["contiguous", "rounds"]
-# The assumed length of a token where no engine has counted. It always decides where chunks end, so
-# that they do not depend on how a server's events divide a text.
+Order = Literal["contiguous", "prefix-cached"]
+# The assumed length of a token in estimates of costs, where no engine has counted.
 CHARACTERS_PER_TOKEN = 4
+# Asks an engine to count tokens while it writes: each event of a stream has the usage so far.
+RUNNING_USAGE = {"stream_options": {"continuous_usage_stats": True}}
 # Makes unknown arguments of a pydantic dataclass errors.
 NO_OTHERS = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 Count = Annotated[int, Field(ge=1)]
@@ -59,13 +60,15 @@ class Steps:
     """The settings of a staircase: how long chunks are, and how they stand in the prompt.
 
     Attributes:
-        first: the length of the first chunk, in tokens of four characters (8 in the paper).
+        first: number of tokens of the first chunk (8 in the paper). The engine counts them while it
+            writes. On a server that does not, a chunk has this number of streamed deltas, each of
+            one token or more.
         growth, largest: each later chunk has ``growth`` times the tokens of the previous chunk, at
             most ``largest``. The paper does not give them.
-        order: the order of chunks in the prompt. ``contiguous``: each text in one piece, so a large
-            part of the prompt moves in every round. ``rounds``: each round's chunks after all
-            earlier chunks, so only the aggregator's answer moves, which follows them. This is
-            the paper's prefix-caching variant.
+        order: the order of chunks in the prompt. ``contiguous``, the paper's main form: each text
+            in one piece, so a large part of the prompt moves in every round. ``prefix-cached``, the
+            paper's variant with prefix caching: each round's chunks after all earlier chunks, so
+            only the aggregator's answer moves, which follows them.
 
     Raises: ValueError if a number is out of its range.
     """
@@ -73,7 +76,7 @@ class Steps:
     first: Count = 8
     growth: Annotated[float, Field(ge=1)] = 2.0
     largest: int = 128
-    order: Order = "rounds"
+    order: Order = "prefix-cached"
 
     def __post_init__(self) -> None:
         if self.largest < self.first:

@@ -74,8 +74,8 @@ class Staircase(System):
         aggregator: if one of its parameters needs one request for the whole answer, it waits for
             whole answers and writes in one request (``in_one_request_for`` of the result). The
             same holds for parameters of the question, and for other aggregators in its place.
-        prompt: the aggregator's prompt. With the order ``rounds`` its layout should be
-            ``question-first``, the default, since only the end of a prompt can grow.
+        prompt: the aggregator's prompt. With the order ``prefix-cached`` its layout should
+            be ``question-first``, the default, since only the end of a prompt can grow.
         quorum: how many proposers suffice after some time: to begin with, and in the end.
 
     Raises: ValueError if there are no proposers.
@@ -96,7 +96,7 @@ class Staircase(System):
         super().__init__(
             [proposers, [aggregator]],
             Topology.dense(len(proposers), 1),
-            [prompt or AggregationPrompt("question-first")],
+            [prompt or AggregationPrompt()],
             [quorum],
             settings=settings,
             steps=steps or Steps(),

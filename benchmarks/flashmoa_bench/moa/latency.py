@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
-from flashmoa.errors import EngineError
-from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents, Result, Topology
+from flashmoa.moa import EarlyExit, MixtureOfAgents, Result, Topology
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock
@@ -33,8 +31,10 @@ from flashmoa_bench.moa.rig import (
     ReplayedEmbedder,
     Rig,
     ScriptOptions,
+    Seconds,
     connect_rig,
     make_roles,
+    prefill_seconds,
     write_script,
 )
 from flashmoa_bench.recorded import SIZES, load_recorded, spread
@@ -139,7 +139,7 @@ class Asker:
 
     rig: Rig
     early_exit: Mapping[str, Any]
-    embedding: Callable[[int], float]
+    embedding: Seconds
     seed: int
 
     async def ask(self, way: LatencyWay, script: QuestionScript) -> LatencyAnswer:
@@ -160,7 +160,6 @@ class Asker:
         mixture = MixtureOfAgents(
             self.rig.models(script, way.sizes, plugin=way.plugin),
             way.topology,
-            prompt=AggregationPrompt("question-first"),
             early_exit=way.policy(EarlyExit(embedder, seed=seed, **self.early_exit)),
             ahead="text" if way.plugin else "nothing",
             listener=listen,
@@ -270,19 +269,14 @@ async def _ask_all(
         await measure_cells(asks, found, report)
 
 
-def _embedding_seconds(arguments: argparse.Namespace) -> Callable[[int], float]:
+def _embedding_seconds(arguments: argparse.Namespace) -> Seconds:
     """Return a function from an answer's tokens to its embedding's seconds; 0 without ``--device``.
 
     Raises: EngineError if there are no times for this GPU.
     """
     if not arguments.device:
         return lambda _tokens: 0.0
-    try:
-        gpu: Any = import_module("flashmoa_bench.modelled_gpu.gpu")
-        times = gpu.MeasuredTables(arguments.device, _EMBEDDING_MODEL, 1)
-    except (ImportError, ValueError) as error:
-        raise EngineError(f"no times of embeddings on {arguments.device}: {error}") from error
-    return lambda tokens: times.seconds(gpu.Forward(gpu.Prefills.of([(0, tokens)])))
+    return prefill_seconds(arguments.device, _EMBEDDING_MODEL)
 
 
 @dataclass(frozen=True, slots=True)

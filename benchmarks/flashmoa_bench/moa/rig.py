@@ -15,6 +15,7 @@ import re
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import Any, Literal
 
 import anyio
@@ -22,6 +23,7 @@ import numpy as np
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.wire import Delta
+from flashmoa.errors import EngineError
 from flashmoa.moa import Limits, Model
 from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
@@ -173,7 +175,7 @@ class ReplayedEmbedder:
         self,
         script: QuestionScript,
         clusters: Collection[Sequence[str]],
-        seconds: Callable[[int], float],
+        seconds: Seconds,
     ) -> None:
         self._script = script
         self._seconds = seconds
@@ -213,6 +215,25 @@ def make_rows(similarities: Sequence[Sequence[float]]) -> list[Embedding]:
     rows = vectors * np.sqrt(np.maximum(values, 0.0))
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     return [row[np.newaxis].astype(np.float32) for row in rows]
+
+
+# From a number of tokens to the seconds of a model for them.
+Seconds = Callable[[int], float]
+
+
+def prefill_seconds(
+    gpu_name: str, model: str, tensor_parallel: int = 1, weights: str = "bfloat16"
+) -> Seconds:
+    """Return a modelled GPU's time for a prefill, by its tokens.
+
+    Raises: EngineError if there are no times for this GPU and model.
+    """
+    try:
+        gpu: Any = import_module("flashmoa_bench.modelled_gpu.gpu")
+        times = gpu.MeasuredTables(gpu_name, model, tensor_parallel, weights)
+    except (ImportError, ValueError) as error:
+        raise EngineError(f"no times of {model} on {gpu_name}: {error}") from error
+    return lambda tokens: times.seconds(gpu.Forward(gpu.Prefills.of([(0, tokens)])))
 
 
 Serving = Literal["single", "pd", "dp", "dp-mixed"]

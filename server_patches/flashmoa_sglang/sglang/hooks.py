@@ -21,7 +21,14 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from flashmoa_sglang.http import client_requests, guard, metrics, rendering, sent_answers
+from flashmoa_sglang.http import (
+    client_requests,
+    guard,
+    metrics,
+    rendering,
+    running_usage,
+    sent_answers,
+)
 from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.hearing.calls import HeardCalls, heard_outputs
@@ -125,6 +132,8 @@ def generate_request(
     if manager.flashmoa_table is None or is_ours(obj):
         return original(manager, obj, request)
     outputs = client_requests.generate_request(original, manager, obj, request)
+    in_pieces = manager.flashmoa_table.engine.streams_pieces(obj)
+    outputs = running_usage.watch(manager, obj, rendering.served.get(), outputs, in_pieces)
     gaps: ToolGaps | None = manager.flashmoa_tool_gaps
     if gaps is not None:
         outputs = gaps.watch(obj, outputs)

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.moa import accuracy
+from flashmoa_bench.moa.ways import WAYS
 
 from flashmoa.engine import EngineClient
 from tests.integration.benchmarks.conftest import Bench
+from tests.unit.moa.scripted_engine import scripted_engine
 
 
 @pytest.mark.slow
@@ -28,8 +29,35 @@ async def test_moa_accuracy_asks_every_way_and_engines_stand_for_missing_ones(
     few = [str(file), "--tokens", "16", "--concurrency", "2", "--embedding-url", "http://e"]
     found = await benches.run("moa-accuracy", ["small", "large"], *few, rounds=False)
     assert found["questions"] == 2
-    assert [row["way"] for row in found["rows"]] == list(accuracy.WAYS)
+    assert [row["way"] for row in found["rows"]] == list(WAYS)
     assert all(0 <= row["accuracy"] <= 1 and not row["failed"] for row in found["rows"])
+
+
+@pytest.mark.slow
+async def test_moa_judge_compares_ways_with_the_baseline(benches: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "question.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"Why is {n} odd?"}) for n in (1, 3)))
+    few = [str(file), "--tokens", "12", "--ways", "small", "staircase", "--baseline", "one layer"]
+    # The first answer is better, whichever it is.
+    async with scripted_engine({"default": ["Well: ", "[[A>B]]"]}) as (judge, _):
+        found = await benches.run(
+            "moa-judge", ["small"], *few, "--judge-url", judge.url, rounds=False
+        )
+    assert (found["questions"], found["baseline"]) == (2, "one layer")
+    rows = {row["way"]: row for row in found["rows"]}
+    assert list(rows) == ["small", "staircase"]
+    for row in rows.values():
+        assert (row["rate"], row["low"], row["high"]) == (0.5, 0.5, 0.5)
+        assert (row["judged"], row["failed"]) == (2, 0)
+    shown = [body["messages"][-1]["content"] for body in judge.bodies]
+    assert len(shown) == 2 * 2 * 2 and all("Why is" in one for one in shown)
+    # Each pair is shown in both orders.
+    parts = [
+        one.partition("# Answer of assistant A\n")[2].split("\n\n# Answer of") for one in shown
+    ]
+    assert (
+        len({first for first, *_ in parts} & {last.partition("\n")[2] for *_, last in parts}) >= 2
+    )
 
 
 @pytest.mark.nightly
@@ -83,6 +111,6 @@ async def test_staircases_measures_mixtures_and_debates(benches: Bench) -> None:
     for kind in ("mixture", "debate"):
         whole = rows[f"{kind} of 2: whole answers"]
         assert whole["relative_first"] == whole["relative_rate"] == 1 and whole["rounds"] == 1
-        early = rows[f"{kind} of 2: rounds, 2"]
-        assert early["rounds"] > rows[f"{kind} of 2: rounds, 8"]["rounds"] > 1
+        early = rows[f"{kind} of 2: prefix-cached, 2"]
+        assert early["rounds"] > rows[f"{kind} of 2: prefix-cached, 8"]["rounds"] > 1
     assert all(cell["tokens"] == 40 for cell in found["cells"])

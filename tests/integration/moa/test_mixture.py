@@ -160,7 +160,7 @@ async def test_only_scored_answers_have_logprobs(
 async def test_layers_have_their_prompts_and_agents_their_roles(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
-    prompts = [AggregationPrompt(instruction=f"Layer {n}:", closing="\nEnd.") for n in (2, 3)]
+    prompts = [AggregationPrompt("answers-first", f"Layer {n}:", closing="\nEnd.") for n in (2, 3)]
     async with RecordingClient(pair[0].url) as client:
         doubting = replace(agent(client, 1), role="You doubt.")
         layers = [[agent(client), doubting], [agent(client), doubting], [agent(client)]]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.link.link import Ahead
 from flashmoa.moa import AggregationPrompt, Model, Result, Staircase, Steps
-from flashmoa.moa.settings import Order
+from flashmoa.moa.settings import RUNNING_USAGE, Order
 from tests.integration.moa.agents import QUESTION
 from tests.integration.support import wait_until_idle
 
@@ -37,7 +38,7 @@ def written(result: Result) -> int:
     return result.final.usage.completion_tokens
 
 
-@pytest.mark.parametrize("order", ["contiguous", "rounds"])
+@pytest.mark.parametrize("order", ["contiguous", "prefix-cached"])
 async def test_linked_staircase_equals_unlinked(
     pair: tuple[EngineClient, EngineClient], order: Any
 ) -> None:
@@ -62,12 +63,32 @@ async def test_linked_staircase_equals_unlinked(
     await wait_until_idle(pair[1])
 
 
+async def test_an_engine_tells_each_token_of_an_answer_that_is_cut_into_chunks(
+    pair: tuple[EngineClient, EngineClient],
+) -> None:
+    """A letter is a token of its own at most. Several answers at once keep HTTP busy."""
+    counts: list[list[int]] = []
+
+    async def ask(number: int) -> None:
+        messages = [{"role": "user", "content": f"{QUESTION} {number}"}]
+        sampling = {"temperature": 1, "max_tokens": 150, "regex": "[a-z]{2000}"}
+        async with pair[0].chat(messages, **sampling, **RUNNING_USAGE) as deltas:
+            told = [each.usage.completion_tokens async for each in deltas if each.usage]
+        counts.append(told)
+
+    async with anyio.create_task_group() as group:
+        for number in range(12):
+            group.start_soon(ask, number)
+    # The usage at the end repeats the last count.
+    assert counts == [[*range(1, 151), 150]] * 12
+
+
 async def test_appended_chunks_are_prefilled_once(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
     recomputed: dict[str, list[int]] = {}
     computed: dict[str, int] = {}
-    orders: list[Order] = ["contiguous", "rounds"]
+    orders: list[Order] = ["contiguous", "prefix-cached"]
     for order in orders:
         steps = Steps(order=order)
         await pair[1].flush_cache()
@@ -84,8 +105,8 @@ async def test_appended_chunks_are_prefilled_once(
         usages = [round_.usage for round_ in unlinked.final.steps if round_.usage is not None]
         computed[order] = sum(usage.prompt_tokens - (usage.cached_tokens or 0) for usage in usages)
     # The template's tokens at the end are computed again, and the answer so far.
-    assert max(recomputed["rounds"]) <= 8 + 24
-    assert computed["contiguous"] > computed["rounds"]
+    assert max(recomputed["prefix-cached"]) <= 8 + 24
+    assert computed["contiguous"] > computed["prefix-cached"]
 
 
 async def test_answer_ends_before_a_stop_text_that_two_rounds_write(
@@ -101,7 +122,7 @@ async def test_answer_ends_before_a_stop_text_that_two_rounds_write(
         await wait_until_idle(engine)
 
 
-@pytest.mark.parametrize("order", ["contiguous", "rounds"])
+@pytest.mark.parametrize("order", ["contiguous", "prefix-cached"])
 async def test_chunks_that_do_not_fit_are_not_read(
     pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch, order: Any
 ) -> None:

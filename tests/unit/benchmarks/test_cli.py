@@ -48,8 +48,12 @@ def test_every_benchmark_has_a_help_text(name: str, capsys: pytest.CaptureFixtur
         ("asyncep --device h200_sxm", "--device knows no time of copying experts"),
         ("moa_latency --ways tree shrub", "invalid choice: 'shrub'"),
         ("staircases --proposers 1 3", "a debate needs at least two --proposers"),
-        ("moa_accuracy test.jsonl", "accuracy needs real models"),
-        ("moa_accuracy test.jsonl --model a b c d", "accuracy needs real models"),
+        ("moa_accuracy test.jsonl", "this needs real models"),
+        ("moa_accuracy test.jsonl --model a b c d", "this needs real models"),
+        ("moa_accuracy absent.jsonl --small-url http://s", "No such file or directory: 'absent"),
+        ("moa_judge absent.jsonl --small-url http://s", "this needs a judge: give --judge-url"),
+        ("moa_judge x --small-url s --judge-url j --baseline full", "exits early, which needs"),
+        ("moa_judge absent.jsonl --small-url s --judge-url j", "No such file or directory"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from fractions import Fraction
-from pathlib import Path
 from typing import cast
 
 import pytest
 from flashmoa_bench.harness.modelled_gpus import worst_overrun
 from flashmoa_bench.harness.report import Report
 from flashmoa_bench.moa import accuracy, latency
+from flashmoa_bench.moa.question_sets import Question
 from flashmoa_bench.moa.rig import make_roles
 
 from flashmoa.moa import EarlyExit, Embedder
 
 
-@pytest.mark.parametrize(
-    ("answer", "number"),
-    [
-        ("3 x 4 = 12, so \\boxed{12} apples in 2 bags.", "12"),
-        ("\\boxed{1} at first, but no: \\boxed{\\$1,234.50}", "1234.50"),
-        ("2 + 2 = 4\n#### -4", "-4"),
-        ("The answer is **42**. I am sure, by 99 %.", "42"),
-        ("First 7 of them, then 9.", "9"),
-        ("<think>It is \\boxed{1}.</think> It is 2.", "2"),
-        ("\\boxed{many}", None),
-        ("No idea.", None),
-        ("1" * 9000, "1" * 31),  # More digits than int() takes.
-    ],
-)
-def test_a_marked_number_is_the_result_or_the_last(answer: str, number: str | None) -> None:
-    assert accuracy.find_number(answer) == (None if number is None else Fraction(number))
-
-
-UNMARKED, WITHOUT = '{"question": "?", "answer": "4"}', '{"q": "?", "answer": "#### 1"}'
-
-
-@pytest.mark.parametrize(
-    "line", ["", "{", "[]", WITHOUT, '{"question": "?", "answer": 4}', UNMARKED]
-)
-def test_other_files_are_refused(line: str, tmp_path: Path) -> None:
-    file = tmp_path / "odd.jsonl"
-    file.write_text(line)
-    with pytest.raises(ValueError, match="line 1: not a question and an answer that ends"):
-        accuracy.read(file)
-
-
-def test_questions_are_read_as_they_are_published(tmp_path: Path) -> None:
-    file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps({"question": "Why?", "answer": "6 x 7\n#### 1,042"}) + "\n\n")
-    [question] = accuracy.read(file)
-    assert question.text.startswith("Why?\n\nThink step by step") and question.known == 1042
-
-
 def test_ways_are_compared_with_the_large_model() -> None:
-    questions = [accuracy.Question(number, "", Fraction(number)) for number in range(4)]
+    questions = [Question(number, "", f"{number}".__eq__) for number in range(4)]
     texts = {"large": ["0", "1", "5", None], "tree": ["0", "1", "2", "4"]}
     large, tree = accuracy.summarise(questions, texts)
     assert (large.accuracy, large.gain, large.failed) == (0.5, 0.0, 1)

@@ -32,6 +32,9 @@ Script = Sequence[str | tuple[str, str]]
 class ScriptedEngine:
     """A server without the plugin.
 
+    A piece is a token, with one more for each "+" in it. While the server writes, it tells how many
+    it has written if a request asks for that. The model ``strict`` refuses such requests.
+
     Attributes:
         bodies: the bodies of the requests so far.
     """
@@ -57,6 +60,10 @@ class ScriptedEngine:
                 if body.get("temperature", 1) < 0:
                     await send(client, 400, {"error": {"message": "too cold", "code": "bad"}})
                     return
+                if body["model"] == "strict" and "continuous_usage_stats" in body["stream_options"]:
+                    message = "Unknown parameter: 'stream_options.continuous_usage_stats'."
+                    await send(client, 400, {"error": {"message": message, "code": "unknown"}})
+                    return
                 if body["model"] == "down":
                     await send(client, 503, {"error": {"message": "full", "code": "full"}})
                     return
@@ -65,6 +72,8 @@ class ScriptedEngine:
     async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:
         await start_events(client)
         limit, written = body.get("max_tokens") or len(script), 0
+        prompt = sum(len(message["content"].split()) for message in body["messages"])
+        tells = "continuous_usage_stats" in body["stream_options"]
         for piece in script[:limit]:
             if piece == ("end", "hang"):
                 await anyio.sleep_forever()
@@ -78,10 +87,10 @@ class ScriptedEngine:
             logprobs = {"content": [{"logprob": -1.0 if name == "content" else -9.0}]}
             event = chunk({name: text})
             event["choices"][0]["logprobs"] = logprobs if body.get("logprobs") else None
-            await send_event(client, event)
-            written += 1
+            written += 1 + text.count("+")
+            usage = {"prompt_tokens": prompt, "completion_tokens": written}
+            await send_event(client, {**event, "usage": usage if tells else None})
         await send_event(client, chunk({}, "stop" if limit >= len(script) else "length"))
-        prompt = sum(len(message["content"].split()) for message in body["messages"])
         usage = {"prompt_tokens": prompt, "completion_tokens": written}
         await send_event(client, {**chunk({}), "choices": [], "usage": usage})
         await send_event(client, "[DONE]")

@@ -130,7 +130,7 @@ def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
     assert isinstance(staircase, Staircase)
     assert staircase.steps == Steps(4, 2.0, 32, "contiguous")
     assert [len(layer) for layer in staircase.layers] == [2, 1]
-    assert staircase.prompts == [AggregationPrompt("question-first")]
+    assert staircase.prompts == [AggregationPrompt()]
     debate = build(tmp_path, f'kind = "debate"\n[debate]\nrounds = 3\n{layers}{last}')
     assert isinstance(debate, Debate) and debate.steps is None
     assert [len(layer) for layer in debate.layers] == [2, 2, 2, 1]

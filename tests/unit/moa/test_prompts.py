@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from itertools import islice
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ TALK = [
 
 
 def test_answers_first_is_the_system_message() -> None:
-    prompt = AggregationPrompt(instruction="Weigh:", heading=" [{number}] ")
+    prompt = AggregationPrompt("answers-first", "Weigh:", " [{number}] ")
     slots = [f"{prompt.title(number)}{text}" for number, text in ((1, "two"), (2, "{three}"))]
     first, *rest = prompt.messages(TALK, slots)
     assert first == {"role": "system", "content": "Be brief.\n\nWeigh: [1] two [2] {three}"}
@@ -71,26 +72,47 @@ def test_chunks_grow_up_to_the_largest_chunk() -> None:
         Steps(first=0)
 
 
-@pytest.mark.parametrize("size", [1, 7, 150])
-async def test_chunks_do_not_depend_on_the_pieces(flow: Workflow, size: int) -> None:
-    whole = "".join(chr(97 + n % 26) for n in range(150))
+@pytest.mark.parametrize(
+    ("tokens", "chunks"),
+    [
+        # One token a part, whatever the number of its characters.
+        ([1] * 14, [2, 4, 8, 0]),
+        # A part stays whole: the chunk has the part in which its last token arrives.
+        ([3, 3, 1, 9, 1], [1, 2, 1, 1]),
+        # The last character of two tokens is a part after the token's first half.
+        ([1, 0, 1, 4], [3, 1, 0]),
+    ],
+)
+async def test_chunks_have_the_tokens_that_the_engine_counted(
+    flow: Workflow, tokens: list[int], chunks: list[int]
+) -> None:
+    parts = [chr(97 + n) * (n + 1) for n in range(len(tokens))]
     answer = Text("p")
-    for begin in range(0, len(whole), size):
-        answer.write(whole[begin : begin + size])
-    answer.close()
-    proposal = ChunkedText(flow, answer, "1. ", Steps())
-    await proposal.cut()
-    chunks = [(await proposal.chunk(number)).removeprefix("1. ") for number in range(4)]
-    assert [len(chunk) for chunk in chunks] == [32, 64, 54, 0]
-    assert "".join(chunks) == whole
-    assert proposal.ends_before(3) and not proposal.ends_before(2)
+    proposal = ChunkedText(flow, answer, tokens, "1. ", Steps(first=2))
+    async with anyio.create_task_group() as group:
+        group.start_soon(proposal.cut)
+        await anyio.wait_all_tasks_blocked()
+        for part in parts:
+            answer.write(part)
+        answer.close()
+    begins = [sum(chunks[:number]) for number in range(len(chunks))]
+    for number, (begin, count) in enumerate(zip(begins, chunks, strict=True)):
+        chunk = await proposal.chunk(number)
+        assert chunk.removeprefix("1. ") == "".join(parts[begin : begin + count])
+    count = len(chunks) - chunks.count(0)
+    assert proposal.ends_before(count) and not proposal.ends_before(count - 1)
 
 
 @pytest.mark.parametrize(
     ("text", "error", "chunks", "problem"),
     [
         # A stalled answer has the chunks written so far.
-        ("abcdef", EngineTimeout("nothing came for 0.01 s"), ["1. abcd", "1. ef", ""], "nothing"),
+        (
+            "abcdef",
+            EngineTimeout("nothing came for 0.01 s"),
+            ["1. a", "1. bc", "1. def", ""],
+            "nothing",
+        ),
         ("", None, [""], "it answered nothing"),
         ("", ValueError("no such model"), [""], "no such model"),
     ],
@@ -99,11 +121,13 @@ async def test_an_answer_that_is_not_whole_has_a_problem(
     flow: Workflow, text: str, error: Exception | None, chunks: list[str], problem: str
 ) -> None:
     answer = Text("p")
-    if text:
-        answer.write(text)
-    answer.close() if error is None else answer.fail(error)
-    proposal = ChunkedText(flow, answer, "1. ", Steps(first=1))
-    await proposal.cut()
+    proposal = ChunkedText(flow, answer, [1] * len(text), "1. ", Steps(first=1))
+    async with anyio.create_task_group() as group:
+        group.start_soon(proposal.cut)
+        await anyio.wait_all_tasks_blocked()
+        for letter in text:
+            answer.write(letter)
+        answer.close() if error is None else answer.fail(error)
     assert [await proposal.chunk(number) for number in range(len(chunks))] == chunks
     assert problem in proposal.problem
     assert proposal.failed == proposal.ends_before(0) == (not text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -60,6 +61,24 @@ async def test_round_that_is_not_begun_is_released(requests: RecordedRequests, e
             # Before the whole question ends, which releases everything.
             assert requests.announced
             assert all(requests.over[id(pending)] for pending in requests.announced)
+
+
+@pytest.mark.parametrize("model", ["counting", "strict"])
+async def test_chunks_are_counted_by_the_engine_or_in_deltas(model: str) -> None:
+    """Each delta of the proposer has two tokens."""
+    scripts = {model: [f"a{number}+b " for number in range(30)], "last": ["w "] * 60}
+    async with scripted_engine(scripts) as (engine, client):
+        stairs = Staircase([Model(client, model)], Model(client, "last"))
+        await stairs.answer("Count.")
+        await client.close()
+    prompts = [body["messages"][1]["content"] for body in engine.bodies if body["model"] == "last"]
+    chunks = [len(re.findall(r"a[0-9]+", prompt)) for prompt in prompts]
+    assert chunks[:2] == ([4, 12] if model == "counting" else [8, 24])
+    asked = [body["stream_options"] for body in engine.bodies if body["model"] == model]
+    assert all(options["include_usage"] for options in asked)
+    # A server that has refused is not asked again.
+    refused = [options for options in asked if "continuous_usage_stats" in options]
+    assert len(refused) == 1 and len(asked) == (1 if model == "counting" else 2)
 
 
 # The first part has 8 tokens. It is all thought, or thought and a line break.

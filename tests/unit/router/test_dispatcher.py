@@ -9,10 +9,11 @@ from flashmoa.router.cache_tables import EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher, NoEngine
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.policy import PrefixAware
+from flashmoa.router.saturation import FullLoad
 from tests.unit.router.support import load
 
 pytestmark = pytest.mark.anyio
-SMALL = EngineTraits(TOKENS, saturation=20)
+SMALL = EngineTraits(TOKENS, FullLoad(20))
 PROMPT = token_blocks([1] * 32)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import anyio
 import pytest
 
-from flashmoa.router.cache_tables import EngineTraits
+from flashmoa.router.cache_tables import EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.forwarding import EngineLost
 from flashmoa.router.policy import PrefixAware
+from flashmoa.router.saturation import FullLoad, Rule
 from tests.unit.router.support import KEY, FakeConnections, FakeEngine, routing
 
 pytestmark = pytest.mark.anyio
@@ -24,6 +25,7 @@ SHAPE = {
 }  # fmt: skip
 EVENTS = json.dumps({"publisher": "zmq", "endpoint": "tcp://*:7"})
 RANKS = {"dp_size": 2, "chunked_prefill_size": 100, "max_total_num_tokens": 1600}
+IPC = json.dumps({"publisher": "zmq", "endpoint": "ipc:///tmp/events"})
 URL = "http://one"
 
 
@@ -44,24 +46,24 @@ class Rig:
         settings: each engine's ``/server_info`` by host; an engine without is not there.
         plugin: what their ``/flashmoa/info`` answers.
         failures: their answers instead, or the errors that requests raise, by path.
-        probes: how often they were asked whether they are ready.
+        asked: the paths that they were asked for.
     """
 
-    def __init__(self, **settings: dict[str, Any]) -> None:
+    def __init__(self, rule: Rule = Rule.FORWARD, **settings: dict[str, Any]) -> None:
         self.settings: Mapping[str, Any] = settings
         self.plugin: object = {}
         self.failures: dict[str, object] = {}
-        self.probes = 0
+        self.asked: list[str] = []
         self.policy = RecordingPolicy()
         self.dispatcher = Dispatcher(self.policy)
-        options = RouterOptions([f"http://{host}" for host in settings])
+        options = RouterOptions([f"http://{host}" for host in settings], rule=rule)
         self.pool = EnginePool(FakeConnections(self._answer), self.dispatcher, options)
         self.engines = {host: self.pool.engines[f"http://{host}"] for host in settings}
 
     def _answer(self, host: str, path: str) -> object:
         if host not in self.settings:
             raise EngineLost("refused", reached=False)
-        self.probes += path == "/health/ready"
+        self.asked.append(path)
         if path in self.failures:
             if isinstance(failure := self.failures[path], EngineLost):
                 raise failure
@@ -114,7 +116,7 @@ async def test_an_engine_is_asked_again_for_settings(failure: object) -> None:
         assert not rig.policy.engines
         rig.failures.clear()
         engine = await rig.probe()
-    assert engine.is_up and rig.policy.joined[URL].saturation == 120
+    assert engine.is_up and rig.policy.joined[URL].full == FullLoad(120)
     assert engine.events == "tcp://one:7"
 
 
@@ -159,11 +161,12 @@ async def test_draining_and_failing_engines_leave(
 async def test_failures_together_cause_two_probes(answer: object, most: int) -> None:
     rig = Rig(one={})
     engine = await rig.probe()
-    rig.failures["/health/ready"], rig.probes = answer, 0
+    rig.failures["/health/ready"] = answer
+    rig.asked.clear()
     async with anyio.create_task_group() as group:
         for _ in range(20):
             group.start_soon(rig.pool.recheck, engine)
-    assert engine.is_up == (answer is not None) and 1 <= rig.probes <= most
+    assert engine.is_up == (answer is not None) and 1 <= rig.asked.count("/health/ready") <= most
 
 
 @pytest.mark.parametrize(
@@ -184,10 +187,71 @@ async def test_settings_of_a_rank_are_multiplied_by_ranks(
     await rig.probe()
     if told is not None:
         saturation = int(1.2 * told) * info.get("dp_size", 1)
-    assert rig.policy.joined == {URL: EngineTraits(TOKENS, saturation, blocks)}
+    assert rig.policy.joined == {URL: EngineTraits(TOKENS, FullLoad(saturation), blocks)}
 
 
-IPC = json.dumps({"publisher": "zmq", "endpoint": "ipc:///tmp/events"})
+@pytest.mark.parametrize(
+    ("told", "hidden", "forward"),
+    [
+        ({"saturation": {"tokens": 90}, "prefills_wait_for": 90}, (90, 90), (120, 90)),
+        # The largest forward hides no transfers, so no prefill waits.
+        ({"saturation": {"tokens": 240}, "prefills_wait_for": None}, (240, 0), (240, 0)),
+        ({"saturation": {"tokens": None}}, (120, 0), (120, 0)),
+        ({"saturation": None, "prefills_wait_for": 50}, (50, 50), (120, 50)),
+        ({"saturation": "broken", "prefills_wait_for": -1}, (120, 0), (120, 0)),
+    ],
+)
+async def test_measured_forwards_fill_an_engine(
+    told: dict[str, Any], hidden: tuple[int, int], forward: tuple[int, int]
+) -> None:
+    """Two ranks have twice the work of one. Transfers are hidden with fewer tokens or more."""
+    for rule, (work, tokens) in ((Rule.HIDDEN, hidden), (Rule.FORWARD, forward)):
+        rig = Rig(rule, one=RANKS)
+        rig.plugin = {"largest_forward": 100, "costs": {"decode_step": 1.0}, **told}
+        await rig.probe()
+        assert rig.policy.joined[URL].full == FullLoad(2 * work, 2 * tokens)
+
+
+async def test_an_engine_is_asked_until_it_has_measured_its_forwards() -> None:
+    rig = Rig(Rule.HIDDEN, one={"kv_events_config": IPC})
+    rig.plugin = {"largest_forward": 10, "costs": None, "saturation": None}
+    await rig.probe()
+    placed: list[int] = []
+
+    async def ask(number: int) -> None:
+        async with rig.dispatcher.place(token_blocks([number] * 20)):
+            placed.append(number)
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as group:
+        for number in range(3):
+            group.start_soon(ask, number)
+            await anyio.wait_all_tasks_blocked()
+        assert placed == [0]
+        # The engine is busy, and does not answer this time.
+        rig.failures["/flashmoa/info"] = None
+        await rig.probe()
+        rig.failures.clear()
+        rig.plugin = {"largest_forward": 60, "costs": {}, "saturation": {"tokens": 30}}
+        await rig.probe()
+        await anyio.wait_all_tasks_blocked()
+        # With 30 tokens it is full, and no longer with 12.
+        assert placed == [0, 1]
+        group.cancel_scope.cancel()
+    rig.asked.clear()
+    await rig.probe()
+    assert rig.asked == ["/health/ready"]
+
+
+@pytest.mark.parametrize("answer", [{}, (404, {}), (401, {}), {"capabilities": []}])
+async def test_an_engine_without_costs_is_asked_once(
+    answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(one={})
+    rig.failures["/flashmoa/info"] = answer
+    for _ in range(3):
+        assert (await rig.probe()).is_up
+    assert rig.asked.count("/flashmoa/info") == 1 and len(caplog.records) <= 1
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from flashmoa_bench.harness.routers import OURS
+from flashmoa_bench.harness.routers import OUR_RULES, OURS
 from flashmoa_bench.prefill.mix import LONGEST, MIXES, TABLE_2, Dataset, Mix
 from flashmoa_bench.routing.measured import MeasuredCell, make_roles, summarise
+
+from flashmoa.cli.router import _make_parser
+from flashmoa.router.policy import PATIENCE
+from flashmoa.router.saturation import Rule
 
 OPTIONS = argparse.Namespace(
     mix="table-2",
@@ -17,6 +21,9 @@ OPTIONS = argparse.Namespace(
     engines=3,
     concurrency=64,
     device="h200_sxm",
+    device_slowdown=20.0,
+    forward=4096,
+    saturation=3000,
 )
 
 
@@ -24,15 +31,30 @@ def test_each_engine_publishes_at_its_own_port() -> None:
     roles = make_roles(OPTIONS)
     assert [role.core for role in roles] == [0, 1, 0]
     assert len({role.arguments[-1] for role in roles}) == 3
-    assert all(role.arguments[:2] == ("--chunked-prefill-size", "8192") for role in roles)
+    for role in roles:
+        given = dict(zip(role.arguments[::2], role.arguments[1::2], strict=True))
+        assert given["--chunked-prefill-size"] == given["--max-prefill-tokens"] == "4096"
+        assert given["--flashmoa-saturation"] == "3000"
+        assert float(given["--flashmoa-saturation-wait"]) == 20 * 0.2
 
 
 def test_routers_are_compared_by_seed() -> None:
     in_turn = MeasuredCell("round_robin", 0, 4.0, 1000, 500, 250, 0.5, 1.0)
     other_seed = replace(in_turn, seed=1, seconds=8.0)
-    ours = replace(in_turn, router=OURS, seed=1, seconds=2.0)
-    first, last = summarise([in_turn, other_seed, ours])
-    assert (first.router, first.gain, last.router, last.gain) == ("round_robin", 1.0, OURS, 4.0)
+    ours = [replace(in_turn, router=OURS, seed=seed, seconds=2.0) for seed in (0, 1, 2)]
+    first, last = summarise([*ours, in_turn, other_seed], ["round_robin", OURS])
+    assert (first.router, first.gain, first.seeds) == ("round_robin", 1.0, 2)
+    # The third seed has nothing to be compared with.
+    assert (last.router, last.gain, last.least, last.most) == (OURS, 3.0, 2.0, 4.0)
+    # A resumed run shows all routers that were measured before, too.
+    alone, before = summarise([in_turn, *ours], [OURS])
+    assert (alone.router, alone.gain, before.router) == (OURS, 1.0, "round_robin")
+
+
+@pytest.mark.parametrize("name", OUR_RULES)
+def test_rules_are_options_of_our_router(name: str) -> None:
+    parsed = _make_parser().parse_args(name.removeprefix(OURS).split())
+    assert (parsed.patience, parsed.threshold) != (PATIENCE, Rule.FORWARD)
 
 
 @pytest.mark.parametrize("dataset", TABLE_2, ids=lambda one: one.name)
@@ -55,6 +77,9 @@ def test_mixes_have_what_they_say() -> None:
     long = MIXES["long-documents"].prompts(0)
     assert len(long) == 800 and min(len(one.tokens) for one in long) >= 8000
     assert len({one.tokens[:4000].tobytes() for one in long}) == 100
+    mixed = sorted(len(one.tokens) for one in MIXES["mixed-documents"].prompts(0))
+    assert mixed[0] < 300 and mixed[-1] > 25_000 and mixed[len(mixed) // 2] < 4_000
+    assert sum(mixed[len(mixed) * 4 // 5 :]) > sum(mixed) / 2
     part = Mix(TABLE_2, scale=0.01).prompts(3)
     assert len(part) == 738 and sum(one.dataset == "MMLU" for one in part) == 240
     table = MIXES["table-2"].prompts(0)

@@ -146,7 +146,8 @@ async def _running(command: Sequence[str], url: str) -> AsyncGenerator[None]:
 async def _wait_until_ready(process: Process, url: str, log: Path) -> None:
     # Every vocabulary has these tokens, and a cache has room for three more.
     probe = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
-    async with httpx.AsyncClient(timeout=10) as http:
+    # An engine may hold a lone prompt back for some seconds, to fill a forward.
+    async with httpx.AsyncClient(timeout=30) as http:
         with anyio.move_on_after(60):
             while process.returncode is None:
                 try:

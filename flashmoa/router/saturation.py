@@ -60,17 +60,21 @@ def full_load(
 ) -> FullLoad:
     """Return the load that saturates an engine of one rank.
 
-    Long prompts reach T with few tokens. The load has at least the tokens that the engine's own
-    prefills wait for, so that they never wait for requests that the router withholds.
+    A load counts the running forward, and the engine's own prefills wait for tokens in its queue.
+    So that they never wait for requests that the router withholds, the load has these tokens
+    besides a forward of the rule's size. T alone does not ensure that: long prompts reach it with
+    few tokens.
 
     Args:
         margin: kappa in Eq. 3.
     """
     if rule is Rule.TOKENS:
-        return FullLoad(0, max(1, int(margin * sizes.largest), sizes.waits_for))
+        return FullLoad(0, max(1, int(margin * sizes.largest)))
     # A size that the engine's operator has given takes the place of the measured one.
     needed = sizes.waits_for or sizes.needed
-    return FullLoad(threshold(measure, sizes.largest, needed, rule, margin), sizes.waits_for)
+    work = threshold(measure, sizes.largest, needed, rule, margin)
+    running = needed if rule is Rule.HIDDEN else sizes.largest
+    return FullLoad(work, running + sizes.waits_for if sizes.waits_for else 0)
 
 
 def threshold(

@@ -193,11 +193,11 @@ async def test_settings_of_a_rank_are_multiplied_by_ranks(
 @pytest.mark.parametrize(
     ("told", "hidden", "forward"),
     [
-        ({"saturation": {"tokens": 90}, "prefills_wait_for": 90}, (90, 90), (120, 90)),
+        ({"saturation": {"tokens": 90}, "prefills_wait_for": 90}, (90, 180), (120, 190)),
         # The largest forward hides no transfers, so no prefill waits.
         ({"saturation": {"tokens": 240}, "prefills_wait_for": None}, (240, 0), (240, 0)),
         ({"saturation": {"tokens": None}}, (120, 0), (120, 0)),
-        ({"saturation": None, "prefills_wait_for": 50}, (50, 50), (120, 50)),
+        ({"saturation": None, "prefills_wait_for": 50}, (50, 100), (120, 150)),
         ({"saturation": "broken", "prefills_wait_for": -1}, (120, 0), (120, 0)),
     ],
 )
@@ -286,7 +286,13 @@ async def test_a_stream_and_prompts_like_it_go_to_one_engine() -> None:
     assert sorted(len(engine.requests) for engine in engines) == [1, 5]
 
 
-async def test_engines_take_requests_at_any_saturation() -> None:
-    async with routing(FakeEngine(), saturation_margin=1e-9) as router:
+@pytest.mark.parametrize(("margin", "threshold"), [(1e-9, b" 1.0"), (2.0, b" 16384.0"), (0, None)])
+async def test_engines_take_requests_at_any_saturation(
+    margin: float, threshold: bytes | None
+) -> None:
+    async with routing(FakeEngine(), saturation_margin=margin) as router:
         with anyio.fail_after(30):
             assert (await router("POST", "/generate", b'{"text": "x"}', KEY))[0] == 200
+        _status, page = await router("GET", "/metrics")
+        lines = [line for line in page.splitlines() if b"engine_threshold{" in line]
+        assert (lines == []) if threshold is None else lines[0].endswith(threshold)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import anyio
 from anyio.abc import TaskGroup
@@ -216,13 +216,14 @@ class EnginePool:
         self, engine: RoutedEngine, plugin: Mapping[str, Any], measure: Measure
     ) -> FullLoad | None:
         """Return when an engine is full, given its ``/flashmoa/info``; ``None``: never."""
-        options, measured = self._options, plugin.get("saturation")
+        options, told = self._options, plugin.get("saturation")
         if options.saturation_margin <= 0:
             return None
+        measured = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
         forward = _positive(engine.settings, "chunked_prefill_size", default=8192)
         sizes = ForwardSizes(
             largest=_positive(plugin, "largest_forward", forward),
-            needed=_positive(measured, "tokens", 0) if isinstance(measured, dict) else 0,
+            needed=_positive(measured, "tokens", 0),
             waits_for=_positive(plugin, "prefills_wait_for", 0),
         )
         one = full_load(measure, sizes, options.rule, options.saturation_margin)

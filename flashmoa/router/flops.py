@@ -18,7 +18,7 @@ _UNGATED = {"gpt_neox", "nemotron", "phi", "starcoder2"}
 _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Length in tokens of the prompts in a forward of which only the size is known.
+# Tokens of each prompt in a forward whose prompts are unknown.
 FORWARD_PROMPT = 4096
 
 
@@ -42,7 +42,7 @@ class Measure:
         return self.linear * (end - start) + self.pair * pairs
 
     def forward_work(self, tokens: int, prompt: int = FORWARD_PROMPT) -> int:
-        """Return the cost of a forward of ``tokens`` tokens: whole prompts, and one part of one."""
+        """Return the cost of a forward: uncached prompts of equal length, and a part of one."""
         whole, rest = divmod(tokens, prompt)
         return whole * self.work(0, prompt) + self.work(0, rest)
 

@@ -86,9 +86,10 @@ def threshold(
 ) -> int:
     """Return the threshold T as work of ``measure``; ``needed`` is 0 if it is not known.
 
-    Eq. 3 multiplies the largest forward by the time of its slowest layer over the time of a layer
-    that only computes. That ratio is the size of the forward that computes as long as a transfer
-    takes (``needed`` without its margin) over the largest size, if it exceeds 1.
+    Eq. 3 multiplies the largest forward's work by a ratio: the time of its slowest layer over the
+    time of a layer that waits for no transfer. Without its margin, ``needed`` is a forward whose
+    layers take as long as a transfer. So if ``needed`` is larger than the largest forward, the
+    slowest layer takes as long as a layer of ``needed``, and the product is about its work.
     """
     hidden = measure.forward_work(needed)
     if rule is Rule.HIDDEN and needed:

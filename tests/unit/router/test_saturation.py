@@ -107,8 +107,9 @@ def test_an_engine_waits_for_nothing_that_the_router_withholds(
     engine = routing.engines["engine"]
     if len(placed) < len(queue):
         assert engine.is_saturated
-        # A part of the load runs already. What is left in the queue opens the engine's gate.
-        running = runs * (sizes.largest if rule is Rule.FORWARD else sizes.waits_for)
+        # A forward runs already. The rest of the load, in the queue, opens the engine's gate.
+        most = sizes.largest if rule is Rule.FORWARD else sizes.waits_for
+        running = min(engine.load.tokens, runs * most)
         assert engine.load.tokens - running >= sizes.waits_for
 
 

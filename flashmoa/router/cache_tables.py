@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from flashmoa.router.flops import TOKENS, Measure
+from flashmoa.router.saturation import FullLoad
 
 BLOCK_TOKENS = 16
-# An engine's threshold is this multiple of its largest forward, to bridge the time between two
-# forwards (kappa in MoE-Prefill, Eq. 3).
-SATURATION_MARGIN = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,8 @@ class EngineTraits:
     """Describes an engine to the policy."""
 
     measure: Measure = TOKENS
-    # The threshold T: with this number of uncomputed tokens its forwards are full. None: never.
-    saturation: int | None = None
+    # With this load it is saturated. None: it never is.
+    full: FullLoad | None = None
     # The number of blocks that fit its cache. None: unlimited.
     cache_blocks: int | None = None
 
@@ -201,5 +199,5 @@ class EngineTables:
 
     @property
     def is_saturated(self) -> bool:
-        limit = self.traits.saturation
-        return limit is not None and self.load.tokens >= limit
+        full = self.traits.full
+        return full is not None and self.load.total >= full.work and self.load.tokens >= full.tokens

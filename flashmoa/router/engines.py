@@ -8,18 +8,25 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import anyio
 from anyio.abc import TaskGroup
 from starlette.responses import Response
 
-from flashmoa.router.cache_tables import BLOCK_TOKENS, SATURATION_MARGIN, EngineTraits
+from flashmoa.router.cache_tables import BLOCK_TOKENS, EngineTraits
 from flashmoa.router.dispatcher import Dispatcher, NoEngine
 from flashmoa.router.flops import TOKENS, Measure, true_flops
 from flashmoa.router.forwarding import Connections, EngineLost, parse_object
 from flashmoa.router.kv_events import follow_events, parse_event_source
 from flashmoa.router.policy import PrefixAware
+from flashmoa.router.saturation import (
+    FORWARD_MARGIN,
+    ForwardSizes,
+    FullLoad,
+    Rule,
+    full_load,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +38,16 @@ class RouterOptions:
     Attributes:
         api_key: for the router's own requests. Clients' requests have the clients' keys.
         model_config: the model's ``config.json``, if it is not at the path that the engines report.
-        saturation_margin: an engine is full when its uncomputed tokens fill this number of its
-            largest forwards; 0: never.
+        rule: from how much work on an engine is full.
+        saturation_margin: number of its largest forwards that fill an engine; 0: it is never full.
     """
 
     engines: Sequence[str]
     policy: PrefixAware | None = None
     api_key: str | None = None
     model_config: Mapping[str, Any] | None = None
-    saturation_margin: float = SATURATION_MARGIN
+    rule: Rule = Rule.FORWARD
+    saturation_margin: float = FORWARD_MARGIN
     max_body_bytes: int = 32 << 20
     watch_seconds: float = 2.0
 
@@ -50,6 +58,9 @@ class RoutedEngine:
 
     url: str
     is_up: bool = False
+    # Its settings when it joined, and whether it had measured its forwards when it was last asked.
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    has_measured: bool = True
     # The address of its KV events, and the cancel scope of the task that follows them.
     events: str | None = None
     following: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -103,6 +114,8 @@ class EnginePool:
             self._leave(engine)
         elif answers and not engine.is_up and (traits := await self._ask_traits(engine)):
             self._let_in(engine, traits)
+        elif answers and engine.is_up and not engine.has_measured:
+            await self._ask_measured(engine)
 
     async def recheck(self, engine: RoutedEngine) -> None:
         """Let an engine that has failed a request leave, unless it answers a probe.
@@ -166,10 +179,17 @@ class EnginePool:
             logger.warning(text, engine.url, path)
         return parse_object(answer.body) if answer.status_code == 200 else {}
 
+    async def _ask_plugin(self, engine: RoutedEngine) -> dict[str, Any] | None:
+        plugin = await self._ask_object(engine, "/flashmoa/info")
+        if plugin is not None:
+            # A stock engine will never have costs.
+            engine.has_measured = plugin.get("costs", ...) is not None
+        return plugin
+
     async def _ask_traits(self, engine: RoutedEngine) -> EngineTraits | None:
         """Ask an engine for its settings. Return ``None`` if it is too busy to report them."""
         settings = await self._ask_object(engine, "/server_info")
-        plugin = await self._ask_object(engine, "/flashmoa/info")
+        plugin = await self._ask_plugin(engine)
         if settings is None or plugin is None:
             return None  # Its forwards and its cache are not known yet.
         try:
@@ -177,16 +197,38 @@ class EnginePool:
         except ValueError as error:
             logger.warning("KV events of %s are not followed: %s", engine.url, error)
             engine.events = None
-        # The settings hold for one data-parallel rank. The engine itself chooses the rank.
-        ranks = _positive(settings, "dp_size", default=1)
-        forward = _positive(settings, "chunked_prefill_size", default=8192)
-        batch = ranks * _positive(plugin, "largest_forward", forward)
-        tokens = ranks * _positive(settings, "max_total_num_tokens", default=1 << 20)
+        engine.settings = settings
         chosen = self._measure or await self._choose_measure(settings)
         self._measure = self._measure or chosen  # Another engine may have joined meanwhile.
-        margin = self._options.saturation_margin
-        saturation = max(1, int(margin * batch)) if margin > 0 else None
-        return EngineTraits(self._measure, saturation, tokens // BLOCK_TOKENS)
+        tokens = _ranks(settings) * _positive(settings, "max_total_num_tokens", default=1 << 20)
+        full = self._full_load(engine, plugin, self._measure)
+        return EngineTraits(self._measure, full, tokens // BLOCK_TOKENS)
+
+    async def _ask_measured(self, engine: RoutedEngine) -> None:
+        """Ask an engine again that joined before it had measured its forwards."""
+        plugin = await self._ask_plugin(engine)
+        if plugin is not None and self._measure is not None:
+            full = self._full_load(engine, plugin, self._measure)
+            self._dispatcher.policy.change_full_load(engine.url, full)
+            self._dispatcher.reconsider()
+
+    def _full_load(
+        self, engine: RoutedEngine, plugin: Mapping[str, Any], measure: Measure
+    ) -> FullLoad | None:
+        """Return when an engine is full, given its ``/flashmoa/info``; ``None``: never."""
+        options, told = self._options, plugin.get("saturation")
+        if options.saturation_margin <= 0:
+            return None
+        measured = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+        forward = _positive(engine.settings, "chunked_prefill_size", default=8192)
+        sizes = ForwardSizes(
+            largest=_positive(plugin, "largest_forward", forward),
+            needed=_positive(measured, "tokens", 0),
+            waits_for=_positive(plugin, "prefills_wait_for", 0),
+        )
+        one = full_load(measure, sizes, options.rule, options.saturation_margin)
+        ranks = _ranks(engine.settings)
+        return FullLoad(ranks * one.work, ranks * one.tokens)
 
     async def _choose_measure(self, settings: Mapping[str, Any]) -> Measure:
         try:
@@ -199,6 +241,11 @@ class EnginePool:
             text = "Work is counted in tokens: %s (--model-config gives another config.json)"
             logger.info(text, error)
             return TOKENS
+
+
+def _ranks(settings: Mapping[str, Any]) -> int:
+    """Return the number of data-parallel ranks. Settings hold for one; the engine chooses it."""
+    return _positive(settings, "dp_size", default=1)
 
 
 def _positive(info: Mapping[str, Any], name: str, default: int) -> int:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashmoa.router.cache_tables import BLOCK_TOKENS, Blocks, EngineTables, EngineTraits
+from flashmoa.router.saturation import FullLoad
 
 # By default, a request accepts this much additional delay per unit of work that it saves.
 PATIENCE = 8.0
@@ -34,7 +35,7 @@ class EngineCandidate:
             engine, and excludes the computation of the matched tokens.
         load: the engine's outstanding work ``W``, and its numbers of requests and cached blocks.
             They decide between equal engines, so that all caches are used.
-        saturated: whether the engine has its maximum of uncomputed tokens.
+        saturated: whether the engine has its maximum of uncomputed work.
         is_popular: whether its requests with the matched prefix are more work than the prefix.
     """
 
@@ -102,6 +103,11 @@ class PrefixAware:
 
     def join(self, engine: str, traits: EngineTraits) -> None:
         self.engines[engine] = EngineTables(traits)
+
+    def change_full_load(self, engine: str, full: FullLoad | None) -> None:
+        """Change when an engine is full. An engine that has left stays unknown."""
+        if (tables := self.engines.get(engine)) is not None:
+            tables.traits = replace(tables.traits, full=full)
 
     def leave(self, engine: str) -> None:
         """Remove an engine, and forget its cache and its requests."""

@@ -22,6 +22,14 @@ from flashmoa.errors import EngineError
 from flashmoa_bench.harness import clock
 
 OURS, STOCK, SMG = "flashmoa router", "sglang-router", "smg"
+# Our router with other rules than its defaults: by tokens instead of work, with MoE-Prefill's Eq. 1
+# instead of Eq. 3, and with the paper's own order of rules.
+OUR_RULES = (
+    f"{OURS} --threshold tokens",
+    f"{OURS} --threshold hidden",
+    f"{OURS} --patience 0",
+    f"{OURS} --patience 0 --threshold hidden",
+)
 # Arguments on a CPU. A decode engine's default backup of retracted requests needs a GPU.
 _PREFILL = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port")
 _DECODE = (
@@ -74,20 +82,21 @@ async def start_router(
     """Start a router over ``engines``, and yield its URL once it answers requests.
 
     Args:
-        name: one of :func:`installed_routers`.
+        name: one of :func:`installed_routers` or ``OUR_RULES``.
         engines: the engines' URLs.
         model_config: configuration of the model whose FLOPs our router counts; by default the
             engines' own.
 
     Raises: EngineError, with the end of the router's log, if it does not answer in time.
     """
-    if name != OURS:
+    if not name.startswith(OURS):
         package = "smg" if name == SMG else "sglang_router"
         urls = list(engines)
         async with _start_rust_router(package, worker_urls=urls, policy="cache_aware") as url:
             yield url
         return
     flags = [part for url in engines for part in ("--engine", url)]
+    flags += name.removeprefix(OURS).split()
     with tempfile.TemporaryDirectory(prefix="flashmoa-model-") as folder:
         if model_config is not None:
             file = Path(folder) / "config.json"
@@ -137,7 +146,8 @@ async def _running(command: Sequence[str], url: str) -> AsyncGenerator[None]:
 async def _wait_until_ready(process: Process, url: str, log: Path) -> None:
     # Every vocabulary has these tokens, and a cache has room for three more.
     probe = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
-    async with httpx.AsyncClient(timeout=10) as http:
+    # An engine may hold a lone prompt back for some seconds, to fill a forward.
+    async with httpx.AsyncClient(timeout=30) as http:
         with anyio.move_on_after(60):
             while process.returncode is None:
                 try:

@@ -139,6 +139,11 @@ MIXES = {
     "long-documents": Mix(
         (Dataset("documents", 800, 10_400_000, 8_000, 32_000, 64, 8, 120),), spread=0.2
     ),
+    # Six questions about each of 400 documents. Most are short, and half of the tokens are in the
+    # longest fifth.
+    "mixed-documents": Mix(
+        (Dataset("documents", 2_400, 12_000_000, 200, 32_000, 64, 6, 60),), spread=0.2
+    ),
     # Reviews that share an instruction.
     "short-reviews": Mix((Dataset("reviews", 12_000, 2_600_000, 60, 600, 48),)),
     # Questions behind one prefix of 6,000 tokens, among requests that share nothing.

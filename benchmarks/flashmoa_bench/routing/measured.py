@@ -2,7 +2,11 @@
 
 N engines with FlashMoA's plugin score a mix's requests: taking turns, behind sglang-router
 and smg (if installed), and behind FlashMoA's router. The engines publish KV events. Every cell, one
-router and one seed, has a new router and empty caches.
+router and one seed, has a new router and empty caches. Routers take turns, seed by seed.
+
+FlashMoA's router has other rules for when an engine is full (--threshold, --patience), which can be
+compared, too. With --saturation, engines wait for forwards that would hide transfers of experts.
+The modelled GPUs take no time for transfers, so smaller forwards cost too little.
 
 With --resume, cells in the file of --json are not measured again.
 """
@@ -22,8 +26,15 @@ from flashmoa.engine.local import free_port
 from flashmoa_bench.harness import routers
 from flashmoa_bench.harness.command_line import RESUME, Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.modelled_gpus import read_devices, worst_overrun
 from flashmoa_bench.harness.report import Column, Report
-from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells, percentile
+from flashmoa_bench.harness.rounds import (
+    Key,
+    alternate,
+    measure_cells,
+    measured_cells,
+    percentile,
+)
 from flashmoa_bench.prefill.mix import MIXES
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
@@ -49,11 +60,18 @@ SHAPE: dict[str, Any] = {
 ROLES = (Role("engine_1", plugin=True, core=0), Role("engine_2", plugin=True, core=1))
 # Options that may differ between a run and the run that it resumes.
 _FREE = ("seeds", "routers")
+# An engine's default for --flashmoa-saturation-wait, and the most that it takes, in seconds.
+_WAIT, _LONGEST_WAIT = 0.2, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCell:
-    """One router's figures for one seed; ``unique`` is the fewest tokens to compute."""
+    """One router's figures for one seed.
+
+    Attributes:
+        unique: the fewest tokens to compute.
+        overrun: delay of forwards over a modelled GPU's time, the largest of all engines.
+    """
 
     router: str
     seed: int
@@ -63,6 +81,7 @@ class MeasuredCell:
     unique: int
     p50: float
     p99: float
+    overrun: float = 0.0
 
 
 async def _measure_all(report: Report) -> None:
@@ -70,29 +89,35 @@ async def _measure_all(report: Report) -> None:
     cells = measured_cells(report, MeasuredCell, _FREE)
     found: dict[Key, MeasuredCell] = {(cell.router, cell.seed): cell for cell in cells}
     async with report.connect(make_roles(options), 776_000) as engines:
+        order = alternate(len(options.seeds), options.routers)
+        seeds = [seed for seed in options.seeds for _ in options.routers]
         todo = {
-            (router, seed): partial(_measure, engines, router, seed, options)
-            for seed in options.seeds
-            for router in options.routers
-            if (router, seed) not in found
+            cell: partial(_measure, engines, *cell, options)
+            for cell in zip(order, seeds, strict=True)
+            if cell not in found
         }
         if todo:  # A new process is slow at first.
             await _play(engines, IN_TURN, make_requests(options, -1)[:200], options)
         await measure_cells(todo, found, report)
-    report.show("Measured on modelled engines", summarise(list(found.values())), left=("router",))
+    rows = summarise(list(found.values()), options.routers)
+    report.show(f"Measured on modelled engines: {options.mix}", rows, left=("router",))
     report.save({"cells": list(found.values())})
 
 
 def make_roles(options: argparse.Namespace) -> list[Role]:
     """Return the engines, on two cores in turn."""
-    sizes = ("--chunked-prefill-size", "8192", "--max-prefill-tokens", "8192")
+    most, enough = str(options.forward), str(options.saturation)
+    sizes = ("--chunked-prefill-size", most, "--max-prefill-tokens", most)
+    # Engines count the seconds that prefills wait by this machine's clock.
+    wait = min(_LONGEST_WAIT, _WAIT * options.device_slowdown)
+    gate = ("--flashmoa-saturation", enough, "--flashmoa-saturation-wait", f"{wait:g}")
     return [
         Role(
             f"engine_{number + 1}",
             plugin=True,
             core=number % 2,
             optional=number >= len(ROLES),
-            arguments=(*sizes, "--kv-events-config", _make_event_config()),
+            arguments=(*sizes, *gate, "--kv-events-config", _make_event_config()),
         )
         for number in range(options.engines)
     ]
@@ -110,6 +135,7 @@ async def _measure(
     engines: Engines, router: str, seed: int, options: argparse.Namespace
 ) -> MeasuredCell:
     requests = make_requests(options, seed)
+    before = await read_devices(engines.clients)
     done = await _play(engines, router, requests, options)
     waits = [answer.seconds for answer in done.answers.values()]
     return MeasuredCell(
@@ -121,6 +147,7 @@ async def _measure(
         unique=unique_tokens(requests),
         p50=percentile(waits, 0.5),
         p99=percentile(waits, 0.99),
+        overrun=worst_overrun(before, await read_devices(engines.clients)),
     )
 
 
@@ -146,32 +173,44 @@ async def _play(
 
 @dataclass(frozen=True, slots=True)
 class RouterRow:
-    """One router's medians over seeds; ``gain`` is over taking turns with the same seed."""
+    """One router's medians over seeds.
+
+    Attributes:
+        gain, least, most: throughput over the first router's with the same seed; the median, and
+            the extremes.
+    """
 
     router: Annotated[str, Column("router")]
     seeds: Annotated[int, Column("seeds")]
+    seconds: Annotated[float, Column("seconds", "{:.2f}")]
     tokens_per_second: Annotated[float, Column("tokens/s", "{:,.0f}")]
-    gain: Annotated[float | None, Column("over in turn", "{:.2f}")]
+    gain: Annotated[float | None, Column("over first", "{:.3f}")]
+    least: Annotated[float | None, Column("least", "{:.3f}")]
+    most: Annotated[float | None, Column("most", "{:.3f}")]
     computed: Annotated[float, Column("computed", "{:.2f}")]
     p50: Annotated[float, Column("p50", "{:.2f} s")]
     p99: Annotated[float, Column("p99", "{:.2f} s")]
 
 
-def summarise(cells: Sequence[MeasuredCell]) -> list[RouterRow]:
-    base = {cell.seed: cell.seconds for cell in cells if cell.router == IN_TURN}
+def summarise(cells: Sequence[MeasuredCell], routers: Sequence[str]) -> list[RouterRow]:
+    """Return a row for each router with cells; all are compared with the first of ``routers``."""
+    base = {cell.seed: cell.seconds for cell in cells if cell.router == routers[0]}
     rows: list[RouterRow] = []
-    for router in dict.fromkeys(cell.router for cell in cells):
+    for router in dict.fromkeys([*routers, *(cell.router for cell in cells)]):
         own = [cell for cell in cells if cell.router == router]
         gains = [base[cell.seed] / cell.seconds for cell in own if cell.seed in base]
         rows.append(
             RouterRow(
-                router,
-                len(own),
-                median(cell.tokens / cell.seconds for cell in own),
-                median(gains) if gains else None,
-                median(cell.computed / cell.unique for cell in own),
-                median(cell.p50 for cell in own),
-                median(cell.p99 for cell in own),
+                router=router,
+                seeds=len(own),
+                seconds=median(cell.seconds for cell in own),
+                tokens_per_second=median(cell.tokens / cell.seconds for cell in own),
+                gain=median(gains) if gains else None,
+                least=min(gains, default=None),
+                most=max(gains, default=None),
+                computed=median(cell.computed / cell.unique for cell in own),
+                p50=median(cell.p50 for cell in own),
+                p99=median(cell.p99 for cell in own),
             )
         )
     return rows
@@ -187,7 +226,15 @@ main = command(
     Option("--engines", positive, 8, "number (%(default)s)"),
     Option("--seeds", int, [0], "of the requests (0)"),
     Option("--share", float, 1.0, "part of the mix's requests (%(default)g)"),
-    Option("--routers", str, _ROUTERS, "by default all", choices=_ROUTERS),
+    Option(
+        "--routers",
+        str,
+        _ROUTERS,
+        "compared with the first; by default all, ours with its default rules",
+        choices=(*_ROUTERS, *routers.OUR_RULES),
+    ),
+    Option("--forward", positive, 8192, "most tokens of a forward (%(default)s)"),
+    Option("--saturation", int, 0, "tokens that engines' prefills wait for (0: none wait)"),
     Option("--concurrency", positive, 64, "requests at a time, per engine (64)"),
     RESUME,
     repeats=False,

@@ -56,7 +56,7 @@ async def test_kv_events_fill_and_empty_an_engines_table(
         # The engine's own measurements at its start also fill its cache.
         assert (await wait_for_costs(publisher.url)).costs
         async with (
-            serve_router(make_options(publisher, saturation_margin=0.01)) as router,
+            serve_router(make_options(publisher, saturation_margin=0.001)) as router,
             httpx.AsyncClient(base_url=publisher.url, timeout=60) as direct,
         ):
             # The router learns of requests of other clients once it is connected.

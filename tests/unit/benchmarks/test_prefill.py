@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,6 @@ import pytest
 from flashmoa_bench.harness.report import make_table, terminal
 from flashmoa_bench.prefill import accuracy, asyncep, lists, passes
 from flashmoa_bench.prefill.benchmark import OURS, make_requests
-from flashmoa_bench.prefill.mix import LONGEST, MIXES, TABLE_2, Dataset, Mix
-from flashmoa_bench.routing import measured
 
 from flashmoa.errors import EngineError
 
@@ -199,50 +196,3 @@ def test_a_forwards_time_is_interpolated() -> None:
     for tokens, seconds in (10, 1.0), (15, 1.5), (20, 2.0), (60, 8.0), (5, 0.5):
         assert lists.forward_seconds(points, tokens) == pytest.approx(seconds)
     assert lists.forward_seconds(points[:1], 10) is None
-
-
-ROUTED = argparse.Namespace(mix="table-2", share=0.02, engines=3, concurrency=64, device="h200_sxm")
-
-
-def test_each_engine_publishes_at_its_own_port() -> None:
-    roles = measured.make_roles(ROUTED)
-    assert [role.core for role in roles] == [0, 1, 0]
-    assert len({role.arguments[-1] for role in roles}) == 3
-    assert all(role.arguments[:2] == ("--chunked-prefill-size", "8192") for role in roles)
-
-
-def test_routers_are_compared_by_seed() -> None:
-    in_turn = measured.MeasuredCell("round_robin", 0, 4.0, 1000, 500, 250, 0.5, 1.0)
-    other_seed = replace(in_turn, seed=1, seconds=8.0)
-    ours = replace(in_turn, router="flashmoa router", seed=1, seconds=2.0)
-    gains = [(row.router, row.gain) for row in measured.summarise([in_turn, other_seed, ours])]
-    assert gains == [("round_robin", 1.0), ("flashmoa router", 4.0)]
-
-
-@pytest.mark.parametrize("dataset", TABLE_2, ids=lambda one: one.name)
-def test_lengths_have_the_papers_range_and_mean(dataset: Dataset) -> None:
-    dice = random.Random(0)
-    lengths = [dataset.length(dice) for _ in range(20_000)]
-    assert dataset.shortest <= min(lengths) and max(lengths) <= dataset.longest
-    assert sum(lengths) / len(lengths) == pytest.approx(dataset.tokens / dataset.requests, rel=0.05)
-
-
-@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
-def test_a_mix_fits_the_model_and_has_a_seed(mix: Mix) -> None:
-    asks = mix.prompts(3, share=0.05)
-    assert asks == mix.prompts(3, share=0.05) != mix.prompts(4, share=0.05)
-    assert max(len(one.tokens) for one in asks) <= LONGEST
-    assert len({one.name for one in asks}) == len(asks)
-
-
-def test_mixes_have_what_they_say() -> None:
-    long = MIXES["long-documents"].prompts(0)
-    assert len(long) == 800 and min(len(one.tokens) for one in long) >= 8000
-    assert len({one.tokens[:4000].tobytes() for one in long}) == 100
-    part = Mix(TABLE_2, scale=0.01).prompts(3)
-    assert len(part) == 738 and sum(one.dataset == "MMLU" for one in part) == 240
-    table = MIXES["table-2"].prompts(0)
-    documents = {one.tokens[:4000].tobytes() for one in table if len(one.tokens) > 4000}
-    assert len(table) == 11_070 and len(documents) >= 50
-    hot = [one for one in MIXES["hot-prefix"].prompts(0) if one.dataset == "hot"]
-    assert len(hot) == 4000 and len({one.tokens[:6000].tobytes() for one in hot}) == 1

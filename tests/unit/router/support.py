@@ -23,6 +23,7 @@ from flashmoa.router.flops import TOKENS, Measure
 from flashmoa.router.forwarding import STREAMS, Connections
 from flashmoa.router.hearing import CALLS
 from flashmoa.router.policy import PrefixAware, WaitingRequest
+from flashmoa.router.saturation import FullLoad
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import serve
 
@@ -44,10 +45,14 @@ def prefixes(tokens: Sequence[int]) -> set[tuple[int, ...]]:
 
 
 def policy(engines: int, measure: Measure, limit: int | None, patience: float = 0.0) -> PrefixAware:
-    """Return the paper's policy for engines ``e0``, ``e1``, ..., or one with some patience."""
+    """Return the paper's policy for engines ``e0``, ``e1``, ..., or one with some patience.
+
+    Args: limit: the work that fills an engine.
+    """
     routing = PrefixAware(block_tokens=SIZE, patience=patience)
+    full = None if limit is None else FullLoad(limit)
     for number in range(engines):
-        routing.join(f"e{number}", EngineTraits(measure, limit))
+        routing.join(f"e{number}", EngineTraits(measure, full))
     return routing
 
 

@@ -11,18 +11,20 @@ import anyio
 import pytest
 
 from flashmoa.router.cache_tables import EngineTraits, token_blocks
-from flashmoa.router.dispatcher import Dispatcher, NoEngine
+from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.forwarding import EngineLost
 from flashmoa.router.policy import PrefixAware
-from tests.unit.router.support import FakeConnections, FakeEngine, load, routing
+from flashmoa.router.saturation import FullLoad, Rule
+from tests.unit.router.support import FakeConnections, FakeEngine, routing
 
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128
 }  # fmt: skip
 EVENTS = json.dumps({"publisher": "zmq", "endpoint": "tcp://*:7"})
 RANKS = {"dp_size": 2, "chunked_prefill_size": 100, "max_total_num_tokens": 1600}
+IPC = json.dumps({"publisher": "zmq", "endpoint": "ipc:///tmp/events"})
 URL = "http://one"
 
 
@@ -43,23 +45,23 @@ class Rig:
         settings: each engine's ``/server_info`` by host; an engine without is not there.
         plugin: what their ``/flashmoa/info`` answers.
         failures: their answers instead, or the errors that requests raise, by path.
-        probes: how often they were asked whether they are ready.
+        asked: the paths that they were asked for.
     """
 
-    def __init__(self, **settings: dict[str, Any]) -> None:
+    def __init__(self, rule: Rule = Rule.FORWARD, **settings: dict[str, Any]) -> None:
         self.settings: Mapping[str, Any] = settings
         self.plugin: object = {}
         self.failures: dict[str, object] = {}
-        self.probes = 0
+        self.asked: list[str] = []
         self.policy = RecordingPolicy()
         self.dispatcher = Dispatcher(self.policy)
-        options = RouterOptions([f"http://{host}" for host in settings])
+        options = RouterOptions([f"http://{host}" for host in settings], rule=rule)
         self.pool = EnginePool(FakeConnections(self._answer), self.dispatcher, options)
 
     def _answer(self, host: str, path: str) -> object:
         if host not in self.settings:
             raise EngineLost("refused", reached=False)
-        self.probes += path == "/health/ready"
+        self.asked.append(path)
         if isinstance(failure := self.failures.get(path, {}), EngineLost):
             raise failure
         usual = {"/server_info": self.settings[host], "/flashmoa/info": self.plugin}
@@ -112,7 +114,7 @@ async def test_an_engine_is_asked_again_for_settings(failure: object) -> None:
         assert not rig.policy.engines
         rig.failures.clear()
         engine = await rig.probe()
-    assert engine.is_up and rig.policy.joined[URL].saturation == 120
+    assert engine.is_up and rig.policy.joined[URL].full == FullLoad(120)
     assert engine.events == "tcp://one:7"
 
 
@@ -152,11 +154,12 @@ async def test_draining_and_failing_engines_leave(
 async def test_failures_together_cause_two_probes(answer: object, most: int) -> None:
     rig = Rig(one={})
     engine = await rig.probe()
-    rig.failures["/health/ready"], rig.probes = answer, 0
+    rig.failures["/health/ready"] = answer
+    rig.asked.clear()
     async with anyio.create_task_group() as group:
         for _ in range(20):
             group.start_soon(rig.pool.recheck, engine)
-    assert engine.is_up == (answer is not None) and 1 <= rig.probes <= most
+    assert engine.is_up == (answer is not None) and 1 <= rig.asked.count("/health/ready") <= most
 
 
 @pytest.mark.parametrize(
@@ -174,10 +177,71 @@ async def test_settings_are_multiplied_by_ranks(
     await rig.probe()
     if told is not None:
         saturation = int(1.2 * told) * info.get("dp_size", 1)
-    assert rig.policy.joined == {URL: EngineTraits(TOKENS, saturation, blocks)}
+    assert rig.policy.joined == {URL: EngineTraits(TOKENS, FullLoad(saturation), blocks)}
 
 
-IPC = json.dumps({"publisher": "zmq", "endpoint": "ipc:///tmp/events"})
+@pytest.mark.parametrize(
+    ("told", "hidden", "forward"),
+    [
+        ({"saturation": {"tokens": 90}, "prefills_wait_for": 90}, (90, 180), (120, 190)),
+        # The largest forward hides no transfers, so no prefill waits.
+        ({"saturation": {"tokens": 240}, "prefills_wait_for": None}, (240, 0), (240, 0)),
+        ({"saturation": {"tokens": None}}, (120, 0), (120, 0)),
+        ({"saturation": None, "prefills_wait_for": 50}, (50, 100), (120, 150)),
+        ({"saturation": "broken", "prefills_wait_for": -1}, (120, 0), (120, 0)),
+    ],
+)
+async def test_measured_forwards_fill_an_engine(
+    told: dict[str, Any], hidden: tuple[int, int], forward: tuple[int, int]
+) -> None:
+    """Two ranks have twice the work of one. Transfers are hidden with fewer tokens or more."""
+    for rule, (work, tokens) in ((Rule.HIDDEN, hidden), (Rule.FORWARD, forward)):
+        rig = Rig(rule, one=RANKS)
+        rig.plugin = {"largest_forward": 100, "costs": {"decode_step": 1.0}, **told}
+        await rig.probe()
+        assert rig.policy.joined[URL].full == FullLoad(2 * work, 2 * tokens)
+
+
+async def test_an_engine_is_asked_until_it_has_measured_its_forwards() -> None:
+    rig = Rig(Rule.HIDDEN, one={"kv_events_config": IPC})
+    rig.plugin = {"largest_forward": 10, "costs": None, "saturation": None}
+    await rig.probe()
+    placed: list[int] = []
+
+    async def ask(number: int) -> None:
+        async with rig.dispatcher.place(token_blocks([number] * 20)):
+            placed.append(number)
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as group:
+        for number in range(3):
+            group.start_soon(ask, number)
+            await anyio.wait_all_tasks_blocked()
+        assert placed == [0]
+        # The engine is busy, and does not answer this time.
+        rig.failures["/flashmoa/info"] = None
+        await rig.probe()
+        rig.failures.clear()
+        rig.plugin = {"largest_forward": 60, "costs": {}, "saturation": {"tokens": 30}}
+        await rig.probe()
+        await anyio.wait_all_tasks_blocked()
+        # With 30 tokens it is full, and no longer with 12.
+        assert placed == [0, 1]
+        group.cancel_scope.cancel()
+    rig.asked.clear()
+    await rig.probe()
+    assert rig.asked == ["/health/ready"]
+
+
+@pytest.mark.parametrize("answer", [{}, (404, {}), (401, {}), {"capabilities": []}])
+async def test_an_engine_without_costs_is_asked_once(
+    answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(one={})
+    rig.failures["/flashmoa/info"] = answer
+    for _ in range(3):
+        assert (await rig.probe()).is_up
+    assert rig.asked.count("/flashmoa/info") == 1 and len(caplog.records) <= 1
 
 
 @pytest.mark.parametrize(
@@ -208,71 +272,13 @@ async def test_prompts_follow_a_stream_like_them() -> None:
     assert sorted(len(engine.requests) for engine in engines) == [1, 5]
 
 
-async def test_engines_take_requests_at_any_saturation() -> None:
-    async with routing(FakeEngine(), saturation_margin=1e-9) as router:
+@pytest.mark.parametrize(("margin", "threshold"), [(1e-9, b" 1.0"), (2.0, b" 16384.0"), (0, None)])
+async def test_engines_take_requests_at_any_saturation(
+    margin: float, threshold: bytes | None
+) -> None:
+    async with routing(FakeEngine(), saturation_margin=margin) as router:
         with anyio.fail_after(30):
             await router.post("/generate", text="x")
-
-
-SMALL = EngineTraits(TOKENS, saturation=20)
-PROMPT = token_blocks([1] * 32)
-
-
-@pytest.fixture
-def dispatcher() -> Dispatcher:
-    dispatcher = Dispatcher(PrefixAware())
-    dispatcher.policy.join("a", SMALL)
-    return dispatcher
-
-
-async def test_requests_wait_in_order(dispatcher: Dispatcher) -> None:
-    served: list[int] = []
-
-    async def ask(number: int) -> None:
-        async with dispatcher.place(token_blocks([number] * 32)) as place:
-            served.append(number)
-            place.receive(b"")
-
-    async with anyio.create_task_group() as group, dispatcher.place(PROMPT):
-        group.start_soon(ask, 2)
-        await anyio.wait_all_tasks_blocked()
-        with anyio.CancelScope() as leaving:
-            leaving.cancel()
-            await ask(9)
-        group.start_soon(ask, 3)
-        await anyio.wait_all_tasks_blocked()
-        assert served == [] and dispatcher.waiting == 2
-    assert served == [2, 3] and dispatcher.waiting == 0
-
-
-async def test_a_request_fails_if_no_engine_is_left(dispatcher: Dispatcher) -> None:
-    outcomes: list[str] = []
-
-    async def ask() -> None:
-        try:
-            async with dispatcher.place(token_blocks([2] * 32)) as place:
-                outcomes.append(place.engine)
-        except NoEngine:
-            outcomes.append("none")
-
-    async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
-        group.start_soon(ask)
-        await anyio.wait_all_tasks_blocked()
-        dispatcher.policy.leave("a")
-        dispatcher.reconsider()
-    dispatcher.policy.join("b", SMALL)
-    await ask()
-    assert outcomes == ["none", "b"]
-
-
-async def test_load_falls_at_the_first_piece_or_end() -> None:
-    policy = PrefixAware()
-    policy.join("a", EngineTraits())
-    dispatcher = Dispatcher(policy)
-    async with dispatcher.place(PROMPT) as placement:
-        assert load(policy, "a") == 32
-        placement.receive(b'data: {"text": "a"}\n\n')
-        assert load(policy, "a") == 0 and policy.matched_tokens("a", PROMPT) == 31
-        async with dispatcher.place(token_blocks([2] * 32)):
-            assert load(policy, "a") == 32
-        assert load(policy, "a") == 0
+        _status, page = await router("GET", "/metrics")
+        lines = [line for line in page.splitlines() if b"engine_threshold{" in line]
+        assert (lines == []) if threshold is None else lines[0].endswith(threshold)

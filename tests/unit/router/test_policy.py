@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.flops import TOKENS, Measure
 from flashmoa.router.policy import EngineCandidate, WaitingRequest, choose_engine
+from flashmoa.router.saturation import FullLoad
 from tests.unit.router.support import MEASURES, blocks, load, place, policy
 
 DOCUMENT = [7] * 16
@@ -73,14 +74,14 @@ def test_a_round_overfills_engines_by_one_request(
     measure: Measure, engines: int, limit: int, prompts: list[list[int]]
 ) -> None:
     routing = policy(engines, measure, limit)
-    most = max((len(prompt) for prompt in prompts), default=1)
+    most = max((measure.work(0, len(prompt)) for prompt in prompts), default=1)
     queue = [WaitingRequest(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
     placed = routing.route(queue)
     # Requests are placed in order of arrival, so no request is overtaken.
     assert list(placed) == [one.request for one in queue[: len(placed)]]
-    waiting = [routing.engines[f"e{number}"].load.tokens for number in range(engines)]
-    assert all(tokens < limit + most for tokens in waiting)
-    assert len(placed) == len(queue) or all(tokens >= limit for tokens in waiting)
+    loads = [load(routing, f"e{number}") for number in range(engines)]
+    assert all(work < limit + most for work in loads)
+    assert len(placed) == len(queue) or all(work >= limit for work in loads)
     # When all requests have ended, no load is left.
     for one in queue:
         routing.end(one.request)
@@ -221,7 +222,7 @@ def test_loads_are_always_those_of_the_work_left(
         elif step == "leave":
             routing.leave(engine)
         elif step == "join" and engine not in routing.engines:
-            routing.join(engine, EngineTraits(measure, limit))
+            routing.join(engine, EngineTraits(measure, limit and FullLoad(limit)))
         for tables in routing.engines.values():
             assert tables.load.total >= 0 and (tables.load.total > 0) == (tables.load.tokens > 0)
     for name in placed:
@@ -250,6 +251,8 @@ def test_engine_that_left_is_forgotten() -> None:
     routing.leave("e0")
     assert place(routing, "b", prompt) == "e1"
     routing.end("a")
+    routing.change_full_load("e0", FullLoad(1))
+    assert list(routing.engines) == ["e1"]
     routing.join("e0", EngineTraits())
     assert routing.matched_tokens("e0", prompt) == 0 and load(routing, "e0") == 0
     routing.leave("e0")

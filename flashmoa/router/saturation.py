@@ -1,0 +1,98 @@
+"""Compute from how much work on an engine is full (MoE-Prefill, Eq. 1, Eq. 3 and §B.4). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from flashmoa.router.flops import Measure
+
+# Gamma in Eq. 1, as engines measure their saturation: in a forward that hides the transfers of
+# experts, a layer computes this many times longer than its transfer takes.
+TRANSFER_MARGIN = 1.2
+# Kappa in Eq. 3: an engine is full with this many forwards, to bridge the time between two.
+FORWARD_MARGIN = 1.2
+
+
+class Rule(StrEnum):
+    """Names the rules for the threshold T.
+
+    - ``FORWARD``: the largest forward, or a larger one that hides the transfers (Eq. 3).
+    - ``HIDDEN``: the smallest forward that hides the transfers (Eq. 1). Engines that have measured
+      no transfers have ``FORWARD``.
+    - ``TOKENS``: the largest forward's tokens, however much work they are.
+    """
+
+    FORWARD = "forward"
+    HIDDEN = "hidden"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSizes:
+    """Sizes of an engine's forwards, in tokens.
+
+    Attributes:
+        largest: the largest forward that the engine runs.
+        needed: the smallest forward that hides the transfers of experts, with the margin of Eq. 1;
+            0 if the engine has measured none.
+        waits_for: the forward that prefills in the engine's queue wait for; 0: they do not wait.
+    """
+
+    largest: int
+    needed: int = 0
+    waits_for: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FullLoad:
+    """The work (the threshold T) *and* the number of tokens that a saturated engine computes."""
+
+    work: int
+    tokens: int = 0
+
+
+def full_load(
+    measure: Measure,
+    sizes: ForwardSizes,
+    rule: Rule = Rule.FORWARD,
+    margin: float = FORWARD_MARGIN,
+) -> FullLoad:
+    """Return the load that saturates an engine of one rank.
+
+    A load counts the running forward, and the engine's own prefills wait for tokens in its queue.
+    So that they never wait for requests that the router withholds, the load has these tokens
+    besides a forward of the rule's size. T alone does not ensure that: long prompts reach it with
+    few tokens.
+
+    Args:
+        margin: kappa in Eq. 3.
+    """
+    if rule is Rule.TOKENS:
+        return FullLoad(0, max(1, int(margin * sizes.largest)))
+    # A size that the engine's operator has given takes the place of the measured one.
+    needed = sizes.waits_for or sizes.needed
+    work = threshold(measure, sizes.largest, needed, rule, margin)
+    running = needed if rule is Rule.HIDDEN else sizes.largest
+    return FullLoad(work, running + sizes.waits_for if sizes.waits_for else 0)
+
+
+def threshold(
+    measure: Measure,
+    largest: int,
+    needed: int = 0,
+    rule: Rule = Rule.FORWARD,
+    margin: float = FORWARD_MARGIN,
+) -> int:
+    """Return the threshold T as work of ``measure``; ``needed`` is 0 if it is not known.
+
+    Eq. 3 multiplies the largest forward's work by a ratio: the time of its slowest layer over the
+    time of a layer that waits for no transfer. Without its margin, ``needed`` is a forward whose
+    layers take as long as a transfer. So if ``needed`` is larger than the largest forward, the
+    slowest layer takes as long as a layer of ``needed``, and the product is about its work.
+    """
+    hidden = measure.forward_work(needed)
+    if rule is Rule.HIDDEN and needed:
+        return hidden
+    reference = max(largest, round(needed / TRANSFER_MARGIN))
+    return max(1, hidden, int(margin * measure.forward_work(reference)))

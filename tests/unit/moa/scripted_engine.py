@@ -23,9 +23,9 @@ from tests.unit.engine.faulty_engine import (
 
 NOWHERE = "http://127.0.0.1:9"
 PROMPT = AggregationPrompt("question-first", "Weigh:")
-# What a model writes: pieces of text, ("thought", text) for thought that the engine's parser has
-# separated, and ("end", how) if it does not end as it should: "cut" or "hang", "abort", or "no
-# usage" after its finish reason.
+# The answer of a model: pieces of text, ("thought", text) for thought that the engine's parser has
+# separated, and ("end", how) for an odd end: "cut", "hang", "abort", or "no usage" after the finish
+# reason.
 Script = Sequence[str | tuple[str, str]]
 
 
@@ -33,7 +33,7 @@ class ScriptedEngine:
     """A server without the plugin.
 
     Attributes:
-        bodies: the bodies of the requests so far.
+        bodies: the bodies of the requests for answers so far.
     """
 
     def __init__(self, url: str, scripts: Mapping[str, Script]) -> None:
@@ -56,11 +56,10 @@ class ScriptedEngine:
                 self.bodies.append(body)
                 if body.get("temperature", 1) < 0:
                     await send(client, 400, {"error": {"message": "too cold", "code": "bad"}})
-                    return
-                if body["model"] == "down":
+                elif body["model"] == "down":
                     await send(client, 503, {"error": {"message": "full", "code": "full"}})
-                    return
-                await self._answer(client, self._scripts[body["model"]], body)
+                else:
+                    await self._answer(client, self._scripts[body["model"]], body)
 
     async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:
         await start_events(client)
@@ -103,6 +102,6 @@ async def scripted_engine(
 def mix(
     client: EngineClient, first: Sequence[str | Model], last: str | Model, **more: Any
 ) -> MixtureOfAgents:
-    """Make a mixture of proposers and an aggregator, some given by the name of their script."""
+    """Make a mixture of proposers and an aggregator: models, or names of scripts."""
     models = [one if isinstance(one, Model) else Model(client, one) for one in (*first, last)]
     return MixtureOfAgents([models[:-1], models[-1:]], prompt=PROMPT, **more)

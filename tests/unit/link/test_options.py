@@ -241,13 +241,15 @@ async def test_requests_and_streams_name_their_session() -> None:
         for _ in range(2):
             async with Workflow(engine, session_headers=own) as flow:
                 await read_a_text(flow, server)
+                flow.expect(user(f"b {flow.text()}"), name="reader")
+                await server.until("open", 2)
             server.requests.clear()
 
     def sessions(*routes: Route) -> list[tuple[str, str]]:
         return [(each["x-run"], each["x-agent"]) for each in server.headers(*routes)]
 
     first, second = sessions("chat")
-    assert sessions("open") == [first, second]
+    assert sessions("open") == [first, first, second, second]
     assert first[0] != second[0] and first[1].startswith(first[0])
     assert set(sessions()) == {first, second}
 

@@ -179,8 +179,8 @@ async def test_an_unknown_manager_is_a_reason(client: Client) -> None:
 
 
 @pytest.mark.usefixtures("server")
-async def test_auto_link_links_any_team_that_it_can() -> None:
-    """Links do not find the client of the second team's agent."""
+async def test_auto_link_links_any_team_that_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    """Links do not find the client of the second team's agent; the third link fails."""
 
     class Own(AssistantAgent):
         async def on_messages_stream(self, *arguments: Any) -> Any:
@@ -195,6 +195,10 @@ async def test_auto_link_links_any_team_that_it_can() -> None:
     agent = Own("one", client)
     del agent._model_client
     assert len((await team_of(agent).run(task="Go.")).messages) == 2
+    assert not caplog.messages
+    client._link_caller = lambda **_: 1 / 0  # type: ignore[assignment, return-value]
+    assert len((await make_team(client).run(task="Go.")).messages) == 2
+    assert "runs unlinked because of the error below" in caplog.text
     await client.close()
 
 

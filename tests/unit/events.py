@@ -1,11 +1,17 @@
-"""Make the events of a call, and calls of them."""
+"""Make the events of a call, and calls of them; select events of a kind, and warnings."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import pytest
 
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkClosed, LinkOpened
 from flashmoa.observe.calls import Call, calls
+
+T = TypeVar("T")
 
 
 def answered(agent: str, at: float, token: float | None, end: float, **more: Any) -> list[Event]:
@@ -35,3 +41,11 @@ def opened(agent: str = "B", at: float = 0.0, stream_id: str = "s", **more: Any)
 def closed(reason: str, at: float = 0.0, stream_id: str | None = "s", **more: Any) -> LinkClosed:
     who = {"agent": "B", "engine": "http://e", **more}
     return LinkClosed(**who, at=at, stream_id=stream_id, reason=reason)
+
+
+def of_kind(events: Iterable[object], kind: type[T]) -> list[T]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]

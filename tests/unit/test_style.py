@@ -65,7 +65,7 @@ def find_imports(
     """Return the modules of the project that ``statements`` of each file import.
 
     Args:
-        files: the importing files, by default all ``sources``.
+        files: the importing files, by default all of ``sources``.
     """
     modules = {name_of(path) for path in sources}
     found: dict[str, set[str]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Test the toy framework of examples/own_framework.py on an engine that is none."""
+"""Test the toy framework of examples/own_framework.py on a fake engine."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ async def test_a_linked_run_equals_an_unlinked_one() -> None:
     async with hung_engine() as server, WaitingEngine(server.url) as engine:
         relay = Relay([Speaker(name, engine) for name in ("planner", "writer", "editor")])
         assert await relay.run("Go.") == TEXT
-        unlinked = [body for route, body in server.requests if route == "chat"]
+        unlinked = server.bodies("chat")
         server.requests.clear()
         engine.link = RelayLink(relay)
         assert await relay.run("Go.") == TEXT
         await engine.link.host.close()
-        linked = [body for route, body in server.requests if route == "chat"]
+        linked = server.bodies("chat")
         streams = [body.pop("prompt_stream_id", None) for body in linked]
         assert streams[0] is None and {*streams[1:]} == {"s0", "s1"}
         assert linked == unlinked
 
 
 class WaitingEngine(EngineClient):
-    """Sends no request of a linked relay before the prompts of the agents after it are linked."""
+    """Sends no request of a linked relay before the prompts of the later agents are linked."""
 
     link: RelayLink | None = None
 

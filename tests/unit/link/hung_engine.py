@@ -1,4 +1,4 @@
-"""Serve the plugin's routes, some of which accept a request and never answer it."""
+"""Serve the plugin's routes; some routes accept a request and never answer it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
+import anyio
 from anyio.abc import SocketStream
 
+from flashmoa import EngineClient, EngineSettings, Text, Workflow
 from flashmoa.engine.wire import CALL_HEADER
+from flashmoa.link.link import Link
+from flashmoa.link.prompt import Prompt, Slot
+from flashmoa.observe import Event
 from tests.unit.engine.faulty_engine import (
     BROKEN,
     CHANNEL,
@@ -33,12 +38,12 @@ class HungEngine:
 
     Attributes:
         hangs: routes that do not answer.
-        lacks: routes that it does not have.
-        gone: ids of streams that have expired.
-        answers: the answers of other paths, which it does not have otherwise.
-        ttl_seconds: how long its streams live, whatever they ask for.
-        requests: every request so far, as (route, body), without channels; `chats` are those for
-            answers.
+        lacks: missing routes.
+        gone: ids of expired streams.
+        answers: answers of further paths.
+        ttl_seconds: how long a stream lives, whatever its client asks for.
+        requests: every request so far, as (route, body), without channels.
+        received: the same requests with their headers, and the requests for channels.
         channels: the open channels, by id.
     """
 
@@ -50,15 +55,23 @@ class HungEngine:
         self.answers: dict[str, Any] = {}
         self.ttl_seconds = 30.0
         self.requests: list[tuple[Route, dict[str, Any]]] = []
-        self.chats: list[Received] = []
+        self.received: list[tuple[Route, Received]] = []
         self.channels: dict[str, SocketStream] = {}
         self._ids = (f"s{number}" for number in itertools.count())
 
     def routes(self) -> list[Route]:
         return [route for route, _ in self.requests]
 
+    def bodies(self, route: Route) -> list[dict[str, Any]]:
+        return [body for each, body in self.requests if each == route]
+
+    def headers(self, *routes: Route) -> list[dict[str, str]]:
+        """Return the headers of all requests so far, or of the requests to some routes."""
+        found = [request for each, request in self.received if not routes or each in routes]
+        return [request.headers for request in found]
+
     async def until(self, route: Route, times: int = 1) -> None:
-        """Wait until it has received that many requests to a route."""
+        """Wait until a route has received N requests."""
         await until(lambda: self.routes().count(route) >= times)
 
     async def serve(self, client: SocketStream) -> None:
@@ -66,12 +79,11 @@ class HungEngine:
             with suppress(*BROKEN):
                 request = await receive(client)
                 path, route = request.path, _route(request.method, request.path)
+                self.received.append((route, request))
                 if path == CHANNEL:
                     await self._keep_channel(client, request)
                     return
                 self.requests.append((route, request.body))
-                if route == "chat":
-                    self.chats.append(request)
                 if route in self.hangs:
                     await client.receive()  # This returns when the client disconnects.
                 elif path in self.answers:
@@ -88,11 +100,9 @@ class HungEngine:
         """Tell the words of a call on its channel, which its client may open later."""
         name = call.headers[CALL_HEADER.lower()].replace("-", "")
         await until(lambda: name[:16] in self.channels)
-        at = 0
-        for word in words:
-            line = {"call": name, "content": word, "at": at}
+        for place, word in enumerate(words):
+            line = {"call": name, "content": word, "at": len("".join(words[:place]))}
             await send_line(self.channels[name[:16]], line)
-            at += len(word)
 
     async def _keep_channel(self, client: SocketStream, request: Received) -> None:
         await start_lines(client)
@@ -134,23 +144,60 @@ STATE = {
 }
 
 
+# The route of each path, by the path's last part.
+_ROUTES: dict[str, Route] = {
+    "render": "render", "prompt_streams": "open", "append": "append", "keep_alive": "keep_alive",
+    "prefill_only": "prefill", "completions": "chat",
+}  # fmt: skip
+
+
 def _route(method: str, path: str) -> Route:
-    if path == "/render":
-        return "render"
-    if path == "/prompt_streams":
-        return "open"
-    if path == "/prefill_only":
-        return "prefill"
-    if method == "DELETE":
-        return "delete"
-    if path.endswith("/append"):
-        return "append"
-    if path.endswith("/keep_alive"):
-        return "keep_alive"
-    return "chat" if path.endswith("/chat/completions") else "other"
+    return "delete" if method == "DELETE" else _ROUTES.get(path.rpartition("/")[2], "other")
 
 
 @asynccontextmanager
 async def hung_engine(*hangs: Route) -> AsyncGenerator[HungEngine]:
     async with listening(lambda url: HungEngine(url, hangs)) as engine:
         yield engine
+
+
+def user(content: object) -> list[dict[str, Any]]:
+    """Return the messages of a prompt that is one user message."""
+    return [{"role": "user", "content": content}]
+
+
+@asynccontextmanager
+async def flowing(
+    *hangs: Route, patience: float = 25.0
+) -> AsyncGenerator[tuple[HungEngine, Workflow, list[Event]]]:
+    """Run an engine and a workflow on it; yield them and the workflow's events."""
+    events: list[Event] = []
+    async with (
+        hung_engine(*hangs) as engine,
+        EngineClient(engine.url, timeout=patience) as client,
+        Workflow(client, listener=events.append) as flow,
+    ):
+        yield engine, flow, events
+
+
+@asynccontextmanager
+async def linked(
+    engine: HungEngine,
+    *segments: str | Slot,
+    text: Text | None = None,
+    ttl: float = 30.0,
+    **more: Any,
+) -> AsyncGenerator[Link]:
+    """Run a link to a prompt that may follow a text; yield it once its stream is open."""
+    settings = EngineSettings(ttl)
+    async with (
+        EngineClient(engine.url, timeout=25.0, engine_settings=settings) as client,
+        anyio.create_task_group() as group,
+    ):
+        link = Link(client, Prompt(segments), agent="reader", **more)
+        group.start_soon(link.run)
+        if text is not None:
+            text._feed_to(link)
+        await engine.until("open")
+        yield link
+        group.cancel_scope.cancel()

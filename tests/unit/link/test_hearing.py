@@ -23,27 +23,28 @@ from tests.waiting import until
 
 
 class Listener:
-    """Listens to a fake server, on whose side channels are told what a test says."""
+    """Listens to a fake server, which tells lines on its channels as a test wants."""
 
     def __init__(self, server: FakeServer, engine: EngineClient, host: TaskHost) -> None:
         self.server = server
         self.host = host
         self.channel = CallChannel(engine, host)
-        self._calls = ExitStack()
+        self.calls = ExitStack()
 
     def call(self) -> tuple[str, list[str]]:
         """Begin to hear a call; return its id, and a list that gets its texts."""
         texts: list[str] = []
-        return self._calls.enter_context(self.channel.hearing(texts.append)), texts
+        return self.calls.enter_context(self.channel.hearing(texts.append)), texts
 
-    def end_calls(self) -> None:
-        self._calls.close()
+    def channels(self) -> list[Channel]:
+        """Return the channels that it has opened so far."""
+        return [channel for _, channel in self.server.channels]
 
     async def opened(self) -> Channel:
-        """Return the channel that the listener has opened last, once it is open."""
+        """Return the channel that it has opened last, once the channel is open."""
         self.channel.open()
-        await until(lambda: self.server.channels and self.server.channels[-1][1].is_open)
-        return self.server.channels[-1][1]
+        await until(lambda: self.channels() and self.channels()[-1].is_open)
+        return self.channels()[-1]
 
     async def tell(self, *lines: dict[str, Any]) -> None:
         """Tell lines, and wait until they are heard."""
@@ -66,7 +67,7 @@ def text(call: str, content: str, at: int) -> dict[str, Any]:
     return {"call": call, "content": content, "at": at}
 
 
-async def test_a_channel_that_opens_later_has_the_whole_text(listener: Listener) -> None:
+async def test_a_late_channel_has_the_whole_text(listener: Listener) -> None:
     call, heard = listener.call()
     assert not listener.server.channels
     await listener.tell(text(call, "The ", 0))
@@ -74,7 +75,7 @@ async def test_a_channel_that_opens_later_has_the_whole_text(listener: Listener)
     assert heard == ["The ", "quick\u2028", "\U0001f98a"]
 
 
-async def test_each_call_gets_its_own_text_and_no_reasoning(listener: Listener) -> None:
+async def test_each_call_gets_its_text_only(listener: Listener) -> None:
     (first, heard), (second, also_heard) = listener.call(), listener.call()
     await listener.tell(
         {"call": first, "reasoning": "Hm", "at": 0},
@@ -87,17 +88,20 @@ async def test_each_call_gets_its_own_text_and_no_reasoning(listener: Listener) 
     assert (heard, also_heard) == (["one"], ["two"])
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [{}, {"call": None}, {"content": 7, "at": 0}, {"content": "a"}, {"content": "a", "at": "0"}],
-)
-async def test_odd_lines_are_passed_over(listener: Listener, odd: dict[str, Any]) -> None:
+async def test_odd_lines_are_passed_over(listener: Listener) -> None:
     call, heard = listener.call()
-    await listener.tell({"call": call, **odd}, text(call, "a", 0))
+    odd = [
+        {},
+        {"call": None},
+        {"content": 7, "at": 0},
+        {"content": "b"},
+        {"content": "b", "at": "0"},
+    ]
+    await listener.tell(*({"call": call, **each} for each in odd), text(call, "a", 0))
     assert heard == ["a"]
 
 
-async def test_text_that_is_told_again_is_passed_on_once(listener: Listener) -> None:
+async def test_text_told_twice_is_passed_on_once(listener: Listener) -> None:
     call, heard = listener.call()
     told = [("ab", 0), ("ab", 0), ("b", 1), ("abc", 0), ("bcd", 1), ("a", 0), ("e", 4)]
     await listener.tell(*(text(call, *each) for each in told))
@@ -111,23 +115,23 @@ async def test_a_gap_ends_the_hearing_of_its_call_only(listener: Listener) -> No
     assert (heard, also_heard) == (["a"], ["a", "b"])
 
 
-async def test_a_channel_that_breaks_off_is_opened_again(listener: Listener) -> None:
+async def test_a_broken_channel_is_opened_again(listener: Listener) -> None:
     call, heard = listener.call()
     await listener.tell(text(call, "a", 0))
     for number, end in enumerate([None, b"not JSON\n", b"[1]\n"], 1):
         broken = await listener.opened()
         broken.send(end)
-        await until(lambda broken=broken: listener.server.channels[-1][1] is not broken)
+        await until(lambda broken=broken: listener.channels()[-1] is not broken)
         await listener.tell(text(call, "abcd"[number], number))
     assert "".join(heard) == "abcd"
     # An engine knows a client's calls by the id of its channel.
     assert {name for name, _ in listener.server.channels} == {call[:16]}
     assert listener.channel.problem is None
-    # Each connection but the last one is closed.
-    assert [each.is_open for _, each in listener.server.channels] == [False] * 3 + [True]
+    # All connections but the last one are closed.
+    assert [each.is_open for each in listener.channels()] == [False] * 3 + [True]
 
 
-async def test_the_problem_says_why_nothing_is_heard(
+async def test_the_problem_is_why_nothing_is_heard(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hearing, "RETRY_SECONDS", 600.0)
@@ -157,9 +161,7 @@ async def test_a_plain_server_is_asked_once_a_minute(
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-async def test_a_closed_channel_leaves_nothing_and_stays_closed(
-    listener: Listener, is_open: bool
-) -> None:
+async def test_a_closed_channel_leaves_nothing(listener: Listener, is_open: bool) -> None:
     before = asyncio.all_tasks()
     if is_open:
         channel = await listener.opened()
@@ -169,8 +171,8 @@ async def test_a_closed_channel_leaves_nothing_and_stays_closed(
     listener.channel.close()
     listener.channel.open()
     await until(lambda: asyncio.all_tasks() == before)
-    assert not any(each.is_open for _, each in listener.server.channels)
-    assert len(listener.server.channels) == is_open
+    assert not any(each.is_open for each in listener.channels())
+    assert len(listener.channels()) == is_open
 
 
 async def test_a_host_that_closes_ends_the_channel(listener: Listener) -> None:
@@ -195,16 +197,16 @@ async def test_ids_differ_and_begin_with_the_channels(listener: Listener) -> Non
     assert CallChannel(listener.channel.engine, listener.host)._id != channel
 
 
-async def test_text_after_the_end_of_its_call_is_dropped(listener: Listener) -> None:
+async def test_text_after_its_calls_end_is_dropped(listener: Listener) -> None:
     call, heard = listener.call()
     await listener.tell(text(call, "a", 0))
-    listener.end_calls()
+    listener.calls.close()
     other, also_heard = listener.call()
     await listener.tell(text(call, "b", 1), text(other, "c", 0))
     assert (heard, also_heard) == (["a"], ["c"])
 
 
-async def test_a_call_of_a_thread_is_heard_in_the_event_loop(listener: Listener) -> None:
+async def test_a_threads_call_is_heard_in_the_loop(listener: Listener) -> None:
     pieces: list[str] = []
     channel, loop = await listener.opened(), asyncio.get_running_loop()
 

@@ -58,7 +58,7 @@ def play(program: Program, number: int, make: Make) -> list[tuple[str, str]]:
 
 
 def wrong(program: Program, runs: range, make: Make) -> int:
-    """Return the number of wrong predictions in these runs."""
+    """Play runs. Return the number of wrong predictions."""
     found = [each for number in runs for each in play(program, number, make)]
     return sum(not prompt.startswith(predicted) for predicted, prompt in found)
 
@@ -68,7 +68,7 @@ def shuffled(items: Sequence[Any], dice: Random) -> list[Any]:
 
 
 @given(st.integers(), st.integers(2, 5))
-def test_reordered_tools_are_mispredicted_once_at_most(seed: int, count: int) -> None:
+def test_reordered_tools_mispredict_once(seed: int, count: int) -> None:
     dice, tools = Random(seed), [tool(f"look_{number}") for number in range(count)]
 
     def make(run: int, place: int) -> Fields:
@@ -84,7 +84,7 @@ def test_reordered_tools_are_mispredicted_once_at_most(seed: int, count: int) ->
 
 
 @given(st.integers())
-def test_a_reordered_schema_is_mispredicted_once_at_most(seed: int) -> None:
+def test_a_reordered_schema_mispredicts_once(seed: int) -> None:
     dice = Random(seed)
 
     def make(run: int, place: int) -> Fields:
@@ -104,7 +104,7 @@ def test_a_reordered_schema_is_mispredicted_once_at_most(seed: int) -> None:
     ],
     ids=["a date", "a switch", "other tools", "tools or none"],
 )
-def test_a_changing_field_is_mispredicted_once_a_call(make: Make) -> None:
+def test_a_changing_field_mispredicts_once(make: Make) -> None:
     program = Program()
     assert wrong(program, range(2), make) <= len(NAMES) - 1
     assert wrong(program, range(2, 8), make) == 0
@@ -129,7 +129,7 @@ def test_a_steady_field_is_predicted_again() -> None:
     assert all(predicted == prompt for predicted, prompt in runs[-1])
 
 
-def test_another_order_after_tools_cuts_the_first_run() -> None:
+def test_another_order_cuts_the_first_run() -> None:
     tools = [tool("look"), tool("walk")]
     fields = ChangingFields()
     fields.compare_order({"tools": tools}, {"tools": tools, "tool_choice": "auto"})

@@ -1,11 +1,10 @@
-"""Test which calls of a program are expected, and with which messages."""
+"""Test that the calls of a program are expected, and their messages."""
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from flashmoa.link import learned_runs
 from flashmoa.link.learned_runs import LearnedRun, Program, RecordedRequest
 from flashmoa.link.learned_texts import FindText
+from tests.unit.link.learning import asking, running
 
 PLAN = "Walk, eat and rest."
 
@@ -36,16 +36,8 @@ def play(run: LearnedRun, name: str, request: RecordedRequest, answer: str | Non
     return call.key
 
 
-@contextmanager
-def running(program: Program) -> Generator[LearnedRun]:
-    """Begin a run of a program, and finish it."""
-    run = LearnedRun(program)
-    yield run
-    run.finish()
-
-
 def learn(*calls: tuple[str, RecordedRequest, str | None]) -> Program:
-    """Return a program after one run with these calls."""
+    """Return a program after one run."""
     with running(program := Program()) as run:
         for call in calls:
             play(run, *call)
@@ -66,7 +58,7 @@ def test_names_of_parallel_calls_are_known() -> None:
     play(run, "turns", make_request("a"), "b")
     run.fail(run.begin("turns", make_request("c")))
     play(run, "turns", make_request("d"), "e")
-    # One of them is never answered.
+    # The second call is never answered.
     crowds = [run.begin("crowd", make_request(f"{number}")) for number in range(3)]
     assert run.parallel == {"crowd"}
     run.complete(crowds[0], "x")
@@ -81,7 +73,7 @@ def contents(messages: Any) -> list[str]:
     return [message["content"] for message in messages]
 
 
-def test_a_call_is_expected_with_the_texts_of_this_run() -> None:
+def test_an_expected_call_has_this_runs_texts() -> None:
     run = LearnedRun(chain())
     play(run, "plan", make_request("A trip to Norway"), "Ski.")
     texts = {"plan": "Ski.", "check": "<check>", "sum": "<sum>"}
@@ -96,7 +88,7 @@ def test_a_call_is_expected_with_the_texts_of_this_run() -> None:
         ([f" {PLAN}\n"], [f"Check: {PLAN}"], {"plan": " Ski.\n"}, ["Check: Ski."]),
         # An empty answer stands for nothing.
         ([" "], ["", "Check"], {"plan": "Ski.", "check": "Fine."}, ["", "Check"]),
-        # Of equal answers the last one that is known counts.
+        # If answers are equal, the last known one counts.
         ([PLAN, PLAN], [f"Check: {PLAN}"], {"plan": "Ski.", "plan (2)": "Swim."}, ["Check: Swim."]),
         ([PLAN, PLAN], [f"Check: {PLAN}"], {"plan": "Ski."}, ["Check: Ski."]),
     ],
@@ -109,7 +101,7 @@ def test_answers_in_messages_are_found(
     assert contents(LearnedRun(program).predict("check", texts.get)) == expected
 
 
-def test_a_prompt_has_no_answer_that_came_after_it() -> None:
+def test_a_prompt_has_no_later_answer() -> None:
     """A word of the instructions may be the whole answer, or another agent's."""
     with running(program := Program()) as run:
         play(run, "plan", make_request("A trip to Nepal"), PLAN)
@@ -144,14 +136,14 @@ def test_calls_of_one_agent_are_told_apart() -> None:
 
 @pytest.mark.parametrize("question", ["Translate: {}", "{}"])
 def test_equal_calls_are_expected_in_their_order(question: str) -> None:
-    def ask(run: LearnedRun, word: str) -> str:
-        return play(run, "ask", make_request(question.format(word)), "")
+    def ask_all(*words: str) -> list[str]:
+        with running(program) as run:
+            requests = [make_request(question.format(word)) for word in words]
+            return [play(run, "ask", request, "") for request in requests]
 
-    with running(program := Program()) as run:
-        keys = [ask(run, word) for word in ("Black", "Red", "Blue")]
-    assert keys == ["ask", "ask (2)", "ask (3)"]
-    run = LearnedRun(program)
-    assert [ask(run, word) for word in ("Rose", "Brown", "Ruby")] == list(program.example)
+    program = Program()
+    assert ask_all("Black", "Red", "Blue") == ["ask", "ask (2)", "ask (3)"]
+    assert ask_all("Rose", "Brown", "Ruby") == list(program.example)
 
 
 class CountingRun(LearnedRun):
@@ -208,48 +200,43 @@ def use_tool(run: LearnedRun, number: int) -> None:
     messages = [{"role": "user", "content": f"Look up {number}"}]
     function = {"name": "look", "arguments": f"{number}"}
     answer = {"role": "assistant", "tool_calls": [{"id": f"id {number}", "function": function}]}
-    call = run.begin("look", RecordedRequest("http://engine", "tiny", messages))
+    call = run.begin("look", asking(messages))
     run.complete(call, tool_answer=answer)
     run.next_key(call)
     result = {"role": "tool", "content": f"It is {number}."}
-    request = RecordedRequest("http://engine", "tiny", [*messages, answer, result])
-    following = run.begin("look", request)
+    following = run.begin("look", asking([*messages, answer, result]))
     assert following.follows == call.key
     run.complete(following, "There.")
 
 
 @pytest.mark.parametrize("step", [ask_number, fail_number, use_tool])
-def test_the_work_does_not_grow_with_the_calls(
-    step: Callable[[LearnedRun, int], None],
-) -> None:
+def test_the_work_does_not_grow_with_the_calls(step: Callable[[LearnedRun, int], None]) -> None:
+    def take_step(run: LearnedRun, number: int) -> None:
+        step(run, number)
+        run.upcoming(2)
+        for key in islice(run.example, 1):
+            run.predict(key, run.texts())
+
     program = Program()
     for _ in range(3):
-        run = LearnedRun(program)
-
-        def take_step(number: int, run: LearnedRun = run) -> None:
-            step(run, number)
-            run.upcoming(2)
-            for key in islice(run.example, 1):
-                run.predict(key, run.texts())
-
-        costs: list[int] = []
-        for number in range(600):
-            if number in (100, 500):
-                costs.append(count_lines(partial(take_step, number)))
-            else:
-                take_step(number)
-        run.finish()
-        assert costs[1] <= 1.2 * costs[0] + 50
+        costs: dict[int, int] = {}
+        with running(program) as run:
+            for number in range(501):
+                if number in (100, 500):
+                    costs[number] = count_lines(partial(take_step, run, number))
+                else:
+                    take_step(run, number)
+        assert costs[500] <= 1.2 * costs[100] + 50
 
 
-def test_at_most_as_many_calls_as_streams_are_expecte() -> None:
+def test_no_more_calls_than_streams_are_expected() -> None:
     with running(program := Program()) as run:
         for number in range(300):
             run.begin("ask", make_request(f"Summarise: {number}"))
     assert LearnedRun(program).upcoming(2) == list(run.calls)[:256]
 
 
-def test_what_calls_have_in_common_is_in_memory_once() -> None:
+def test_common_parts_of_calls_are_in_memory_once() -> None:
     run, answer = LearnedRun(Program()), "".join(["Walk", " and eat."])
     first = run.begin("first", make_request("System.", "Plan.", tools=[{"strict": True}]))
     run.complete(first, answer)
@@ -284,7 +271,7 @@ def test_the_beginning_of_a_long_run_is_learned(
 
 
 def test_lengths_are_forgotten_with_their_calls() -> None:
-    """As names of agents that hold a user's, which would be kept for ever."""
+    """Or else names of agents that contain a user's name would be kept for ever."""
     program = Program()
     for number in range(3):
         with running(program) as run:
@@ -335,9 +322,9 @@ def test_a_call_like_none_of_its_name_is_new() -> None:
 
 
 def play_with_dead_server(program: Program) -> tuple[list[str], list[str]]:
-    """Ask a server that is down and then another one, twice. Return the keys and the failed ones.
+    """Ask a server that is down and then another one, twice, always with the same name.
 
-    All calls have the same name.
+    Return the keys of the answered calls and of the failed calls.
     """
     kept: list[str] = []
     failed: list[str] = []
@@ -350,7 +337,7 @@ def play_with_dead_server(program: Program) -> tuple[list[str], list[str]]:
     return kept, failed
 
 
-def test_a_failed_request_takes_no_other_calls_place() -> None:
+def test_a_failed_request_takes_no_calls_place() -> None:
     program = Program()
     first = play_with_dead_server(program)
     assert first == (["go (2)", "go (4)"], ["go", "go (3)"])
@@ -360,7 +347,7 @@ def test_a_failed_request_takes_no_other_calls_place() -> None:
 
 @given(st.lists(st.integers(0, 9), max_size=24), st.sets(st.integers(0, 9)), st.integers(1, 3))
 def test_upcoming_calls_need_only_begun_ones(steps: list[int], begun: set[int], ahead: int) -> None:
-    """A number begins its call, the second time it completes it."""
+    """A number's first time begins its call, its second time completes the call."""
     program = Program()
     run = LearnedRun(program)
     done: set[str] = set()

@@ -1,4 +1,4 @@
-"""Test that messages of an earlier run are turned into those of this one, in few steps."""
+"""Test that messages of an earlier run become messages of this run, in few steps."""
 
 from __future__ import annotations
 
@@ -60,10 +60,8 @@ def test_an_ambiguous_id_is_not_replaced(now: dict[str, list[str]], expected: st
 
 
 def test_unknown_texts_are_not_replaced() -> None:
-    finder = TextFinder(["Rome", "a plan for Rome"])
-    assert learned_texts.predict("a plan for Rome", {"Rome": "Oslo"}.get, finder) == (
-        "a plan for Oslo"
-    )
+    finder, known = TextFinder(["Rome", "a plan for Rome"]), {"Rome": "Oslo"}
+    assert learned_texts.predict("a plan for Rome", known.get, finder) == "a plan for Oslo"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def test_divergence_is_where_contents_differ_first(
 
 
 @given(st.lists(words.map(user)), st.lists(words.map(user)))
-def test_messages_are_certain_up_to_where_they_diverge(
+def test_messages_are_certain_until_they_diverge(
     predicted: list[dict[str, str]], actual: list[dict[str, str]]
 ) -> None:
     divergence = find_divergence(predicted, actual)
@@ -98,7 +96,7 @@ def test_messages_are_certain_up_to_where_they_diverge(
         assert actual[divergence.message]["content"].startswith(certain)
 
 
-def test_changes_are_the_strings_and_words_that_differ() -> None:
+def test_changes_are_differing_strings_and_words() -> None:
     earlier = [user("Plan three days in Nepal, please."), user("Be short.")]
     actual = [user("Plan three days in Norway, please."), user("Be short.")]
     assert find_changes(earlier, earlier, actual) == {
@@ -113,7 +111,7 @@ def test_a_right_prediction_is_no_change() -> None:
 
 
 @given(words, words)
-def test_changes_turn_predictions_into_actual_texts(before: str, now: str) -> None:
+def test_changes_correct_predictions(before: str, now: str) -> None:
     changes = find_changes(before, before, now)
     if before and before != now:
         assert predict(before, changes) == now
@@ -130,20 +128,18 @@ def test_changes_turn_predictions_into_actual_texts(before: str, now: str) -> No
         ([user("Be kind."), {"role": "user", "content": []}], [user("Be kind.")]),
     ],
 )
-def test_messages_are_likest_that_are_alike_longest(likest: Any, less_like: Any) -> None:
+def test_the_likest_messages_are_alike_longest(likest: Any, less_like: Any) -> None:
     messages = [user("Be kind."), user("To Rome")]
     assert similarity(likest, messages) > similarity(less_like, messages)
 
 
 def test_common_letters_make_no_messages_alike() -> None:
-    asked = [user("Translate: blue")]
-    assert similarity([user("Translate: black")], asked) == similarity(
-        [user("Translate: red")], asked
-    )
+    blue, black, red = ([user(f"Translate: {color}")] for color in ("blue", "black", "red"))
+    assert similarity(black, blue) == similarity(red, blue)
 
 
 class CountedString(str):
-    """Counts how often a text is looked for in it, and how often a part of it is taken."""
+    """Counts its searches for texts and its slices."""
 
     searches = 0
     slices = 0
@@ -158,7 +154,7 @@ class CountedString(str):
 
 
 @given(lengths, tails, tails)
-def test_common_beginnings_are_as_long_as_they_are(length: int, tail: str, other_tail: str) -> None:
+def test_common_beginnings_have_full_length(length: int, tail: str, other_tail: str) -> None:
     common = "a" * length
     one, other = common + tail, common + other_tail
     expected = len(os.path.commonprefix([one, other]))  # noqa: RUF071
@@ -198,9 +194,8 @@ def replace_one_after_the_other(string: str, known: dict[str, str]) -> str:
     if string in known:
         return known[string]
     pieces = [string]
-    for part in sorted(
-        (text for text in known if len(text) >= 4), key=lambda each: (-len(each), each)
-    ):
+    parts = [text for text in known if len(text) >= 4]
+    for part in sorted(parts, key=lambda each: (-len(each), each)):
         for index in range(len(pieces) - 1, -1, -1):
             piece, start = pieces[index], 0
             if index % 2:
@@ -221,7 +216,7 @@ def replace_one_after_the_other(string: str, known: dict[str, str]) -> str:
 
 @given(st.lists(texts, max_size=4).map(" ".join), st.lists(texts.filter(bool), max_size=8))
 @example("1a a a plan", ["a a "])
-def test_what_is_found_is_what_trying_each_text_finds(string: str, parts: list[str]) -> None:
+def test_the_finder_finds_all_that_trying_finds(string: str, parts: list[str]) -> None:
     known = {text: f"<{index}>" for index, text in enumerate(parts)}
     expected = replace_one_after_the_other(string, known)
     others = [f"text {number}" for number in range(100)]
@@ -235,7 +230,7 @@ def test_what_is_found_is_what_trying_each_text_finds(string: str, parts: list[s
 
 
 @pytest.mark.parametrize("cut", range(990, 1010))
-def test_a_long_text_is_found_wherever_its_words_end(cut: int) -> None:
+def test_a_long_text_is_found_at_any_cut(cut: int) -> None:
     text = "-" * (cut - 10) + "0123456789" * 3
     others = [f"text {number}" for number in range(100)]
     assert TextFinder([*others, text]).within(f"It is {text}.") == [text]

@@ -1,4 +1,4 @@
-"""Test what is expected of an agent after its tools."""
+"""Test that an agent's request after its tools is expected."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from hypothesis import strategies as st
 from flashmoa.engine import EngineClient
 from flashmoa.link.expected import Turn
 from flashmoa.link.learned_links import LearnedLinkPlanner
-from flashmoa.link.learned_runs import (
-    LearnedRun,
-    Program,
-    RecordedCall,
-    RecordedRequest,
-    likely_results,
-)
+from flashmoa.link.learned_runs import LearnedRun, Program, RecordedCall, likely_results
 from flashmoa.link.options import LinkSettings
 from flashmoa.observe.events import ignore
+from tests.unit.link.learning import asking, running
 
 Call = tuple[str, str]
 ASKED = [{"role": "user", "content": "Where?"}]
 
 
 def make_answer(*calls: Call, **more: Any) -> dict[str, Any]:
-    """Return an answer with calls of ``look``, each given by its id and its argument."""
+    """Return an answer with calls of ``look``: ids and arguments."""
     made = [
         {"id": id_, "type": "function", "function": {"name": "look", "arguments": argument}}
         for id_, argument in calls
@@ -42,13 +37,9 @@ def results(answer: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
     ]
 
 
-def request(messages: Sequence[Any]) -> RecordedRequest:
-    return RecordedRequest("http://engine", "tiny", messages)
-
-
 def ask(run: LearnedRun, messages: Sequence[Any], answer: str | dict[str, Any]) -> RecordedCall:
     """Make one call of a run."""
-    call = run.begin("agent", request(messages))
+    call = run.begin("agent", asking(messages))
     if isinstance(answer, str):
         run.complete(call, answer)
     else:
@@ -57,21 +48,19 @@ def ask(run: LearnedRun, messages: Sequence[Any], answer: str | dict[str, Any]) 
 
 
 def play(run: LearnedRun, answer: dict[str, Any], *texts: str) -> RecordedCall:
-    """Make a call that calls tools, and the one after them. Return the latter."""
+    """Make a call that calls tools, and the call after the tools. Return the second call."""
     ask(run, ASKED, answer)
     return ask(run, [*ASKED, answer, *results(answer, *texts)], "There.")
 
 
 def learn(answer: dict[str, Any], *texts: str) -> Program:
-    program = Program()
-    run = LearnedRun(program)
-    play(run, answer, *texts)
-    run.finish()
+    with running(program := Program()) as run:
+        play(run, answer, *texts)
     return program
 
 
 def expected(program: Program, answer: dict[str, Any], *missing: str) -> list[Any]:
-    """Return what is expected to follow an answer in a new run, after the answer."""
+    """Return the messages that are expected after an answer in a new run."""
     run = LearnedRun(program)
     call = ask(run, ASKED, answer)
     return list(run.after_tools(call, run.texts(), missing))[len(ASKED) + 1 :]
@@ -98,8 +87,8 @@ def test_the_call_after_tools_is_found_by_ids() -> None:
     first = ask(run, ASKED, answer)
     key = run.next_key(first)
     rewritten = {**answer, "content": "", "refusal": None}
-    other = run.begin("agent", request(ASKED))
-    after = run.begin("other line", request([*ASKED, rewritten, *results(answer, "Fine.")]))
+    other = run.begin("agent", asking(ASKED))
+    after = run.begin("other line", asking([*ASKED, rewritten, *results(answer, "Fine.")]))
     assert (after.key, after.follows) == (key, first.key) and other.key not in (key, first.key)
 
 
@@ -115,18 +104,16 @@ def test_the_call_after_tools_is_found_by_ids() -> None:
 def test_another_history_does_not_follow(messages: list[Any]) -> None:
     run = LearnedRun(Program())
     ask(run, ASKED, make_answer(("id 1", "lake")))
-    assert run.begin("agent", request(messages)).follows is None
+    assert run.begin("agent", asking(messages)).follows is None
 
 
-def test_answers_with_the_same_ids_are_followed_once() -> None:
+def test_answers_with_equal_ids_are_followed_once() -> None:
     """Some servers number the calls of each answer anew."""
     run, answer = LearnedRun(Program()), make_answer(("call_0", "lake"))
     asked = [ask(run, ASKED, answer) for _ in range(2)]
     following = [*ASKED, answer, *results(answer, "Blue.")]
-    assert [ask(run, following, "There.").follows for _ in range(3)] == [
-        *(call.key for call in asked),
-        None,
-    ]
+    followed = [ask(run, following, "There.").follows for _ in range(3)]
+    assert followed == [*(call.key for call in asked), None]
 
 
 def test_results_are_expected_again_with_new_ids() -> None:
@@ -137,22 +124,18 @@ def test_results_are_expected_again_with_new_ids() -> None:
 
 
 def test_a_changed_result_is_not_expected_again() -> None:
-    program = learn(make_answer(("id 1", "lake")), "Blue.")
-    run = LearnedRun(program)
-    play(run, make_answer(("id 2", "lake")), "Green.")
-    run.finish()
+    with running(program := learn(make_answer(("id 1", "lake")), "Blue.")) as run:
+        play(run, make_answer(("id 2", "lake")), "Green.")
     answer = make_answer(("id 3", "lake"))
     assert expected(program, answer, "<1>") == results(answer, "<1>")
 
 
 def test_an_agents_text_is_an_expected_result() -> None:
-    program = Program()
-    run = LearnedRun(program)
     answer = make_answer(("id 1", "lake"))
-    ask(run, ASKED, answer)
-    run.complete(run.begin("inner", request([{"role": "user", "content": "Look!"}])), "A lake.")
-    ask(run, [*ASKED, answer, *results(answer, "It says: A lake.")], "There.")
-    run.finish()
+    with running(program := Program()) as run:
+        ask(run, ASKED, answer)
+        run.complete(run.begin("inner", asking([{"role": "user", "content": "Look!"}])), "A lake.")
+        ask(run, [*ASKED, answer, *results(answer, "It says: A lake.")], "There.")
     run, answer = LearnedRun(program), make_answer(("id 2", "the lake"))
     call = ask(run, ASKED, answer)
     messages = run.after_tools(call, {"inner": "<inner>"}.get, ["<1>"])
@@ -160,10 +143,8 @@ def test_an_agents_text_is_an_expected_result() -> None:
 
 
 def test_no_call_is_expected_if_none_followed() -> None:
-    program = Program()
-    run = LearnedRun(program)
-    ask(run, ASKED, make_answer(("id 1", "lake")))
-    run.finish()
+    with running(program := Program()) as run:
+        ask(run, ASKED, make_answer(("id 1", "lake")))
     run = LearnedRun(program)
     assert run.next_key(ask(run, ASKED, make_answer(("id 2", "lake")))) is None
 
@@ -183,7 +164,7 @@ def test_extra_fields_are_expected_as_sent_back() -> None:
 def test_each_call_has_one_result_in_its_place(calls: list[Call], data: st.DataObject) -> None:
     answer = make_answer(*calls)
     texts = [data.draw(st.text()) for _ in calls]
-    # A text that is the id of an earlier call stands for that of the call in its place.
+    # A text that equals the id of an earlier call stands for the id of the call in its place.
     ids = {f"{n}": id_ for n, (id_, _) in enumerate(calls)}
     earlier = make_answer(*[(id_, data.draw(st.text())) for id_ in ids])
     messages = expected(learn(earlier, *texts), answer, *[f"<{n}>" for n in range(len(calls))])
@@ -194,10 +175,9 @@ def test_each_call_has_one_result_in_its_place(calls: list[Call], data: st.DataO
 
 
 @pytest.mark.parametrize("has_run", [False, True])
-async def test_a_forced_choice_is_expected_if_it_came_before(
-    has_run: bool,
-) -> None:
+async def test_a_forced_choice_is_expected_if_it_came(has_run: bool) -> None:
     rendered: list[dict[str, Any]] = []
+    fields = {"tools": [{}], "tool_choice": "required", "reasoning_effort": "low"}
 
     class Engine:
         url = "http://engine"
@@ -206,21 +186,14 @@ async def test_a_forced_choice_is_expected_if_it_came_before(
             rendered.append(fields)
             return "".join(message.get("content") or "" for message in messages)
 
-    def make(messages: Sequence[Any]) -> RecordedRequest:
-        fields = {"tools": [{}], "tool_choice": "required", "reasoning_effort": "low"}
-        return RecordedRequest("http://engine", "tiny", messages, fields)
-
-    answer = make_answer(("id", "lake"))
-    program = Program()
+    answer, program = make_answer(("id", "lake")), Program()
     if has_run:
-        run = LearnedRun(program)
-        run.complete(run.begin("agent", make(ASKED)), tool_answer=answer)
-        run.begin("agent", make([*ASKED, answer, *results(answer, "Blue.")]))
-        run.finish()
-    planner = LearnedLinkPlanner(
-        program, ignore, lambda *_: cast("EngineClient", Engine()), LinkSettings()
-    )
-    planner.observe("agent", make(ASKED), "it calls tools")
+        with running(program) as run:
+            run.complete(run.begin("agent", asking(ASKED, fields)), tool_answer=answer)
+            run.begin("agent", asking([*ASKED, answer, *results(answer, "Blue.")], fields))
+    engine = cast("EngineClient", Engine())
+    planner = LearnedLinkPlanner(program, ignore, lambda *_: engine, LinkSettings())
+    planner.observe("agent", asking(ASKED, fields), "it calls tools")
     planner._learned.complete(planner._learned.calls["agent"], tool_answer=answer)
     turn = planner.request_after_tools("agent", answer)
     assert turn is not None

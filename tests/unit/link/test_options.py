@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from agent_framework import Agent
 from agent_framework.orchestrations import SequentialBuilder
 from anyio.abc import SocketStream
-from autogen_agentchat.agents import AssistantAgent
-from autogen_agentchat.teams import RoundRobinGroupChat
 
 import flashmoa.agent_framework
 import flashmoa.autogen
 import flashmoa.openai
-from flashmoa import Answer, EngineClient, LinkOptions, Workflow
+from flashmoa import EngineClient, LinkOptions, Workflow
 from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.link.link import Ahead
 from flashmoa.link.options import LinkSettings, SessionOf
@@ -29,27 +24,21 @@ from flashmoa.observe import CallFinished, CallStarted, Event, PromptSent, Upstr
 from flashmoa.observe.events import FIRST, WHOLE
 from flashmoa.observe.trace import read
 from tests.event_loop import own_task
-from tests.unit.engine.faulty_engine import (
-    Received,
-    chunk,
-    completion,
-    listening,
-    send,
-    send_event,
-    start_events,
-)
-from tests.unit.link.hung_engine import HungEngine, Route, hung_engine
-from tests.unit.openai.test_observed_calls import INFO
+from tests.unit.engine import faulty_engine as _server
+from tests.unit.events import of_kind
+from tests.unit.frameworks.autogen.teams import AssistantAgent, make_client, team_of
+from tests.unit.link.hung_engine import HungEngine, Route, hung_engine, user
 from tests.waiting import until
 
 WORD = "Himalaya "
 
 
 class Scribe(HungEngine):
-    """Answers a writer and a reader; the writer goes on once its first word has gone far enough.
+    """Answers a writer and a reader.
 
     Attributes:
-        ahead: how far: into the reader's prompt, to the opening of its link, or nowhere.
+        ahead: what the writer waits for after its first word: that the word is in the reader's
+            prompt ("text"), that the reader's link is open ("known"), or nothing.
         fails: whether the writer's connection then breaks.
     """
 
@@ -58,20 +47,20 @@ class Scribe(HungEngine):
 
     @property
     def streamed(self) -> str:
-        bodies = (body for route, body in self.requests if route in ("open", "append"))
+        bodies = [*self.bodies("open"), *self.bodies("append")]
         return "".join(body.get("text") or "" for body in bodies)
 
-    async def _answer(self, client: SocketStream, route: Route, request: Received) -> None:
+    async def _answer(self, client: SocketStream, route: Route, request: _server.Received) -> None:
         if route != "chat":
             await super()._answer(client, route, request)
             return
         is_stream, words = request.body.get("stream"), ["is high."]
         if is_stream:
-            await start_events(client)
+            await _server.start_events(client)
         if "reader" not in str(request.body["messages"]):
             words = [WORD, *words]
             if is_stream:
-                await send_event(client, chunk({"content": WORD}))
+                await _server.send_event(client, _server.chunk({"content": WORD}))
             elif self.ahead == "text":
                 await self.tell(request, WORD)
             if self.ahead == "text":
@@ -81,28 +70,24 @@ class Scribe(HungEngine):
             if self.fails:
                 return
         if not is_stream:
-            await send(client, 200, completion(words))
+            await _server.send(client, 200, _server.completion(words))
             return
-        await send_event(client, chunk({"content": "is high."}))
-        await send_event(client, chunk({}, "stop"))
-        await send_event(client, "[DONE]")
+        end = [_server.chunk({"content": "is high."}), _server.chunk({}, "stop"), "[DONE]"]
+        for event in end:
+            await _server.send_event(client, event)
         await client.send(b"0\r\n\r\n")
 
 
 @pytest.fixture
 async def scribe() -> AsyncGenerator[Scribe]:
-    async with own_task(listening(lambda url: Scribe(url, ()))) as engine:
+    async with own_task(_server.listening(lambda url: Scribe(url, ()))) as engine:
         yield engine
 
 
 async def play_autogen(scribe: Scribe, **options: Any) -> None:
-    client = flashmoa.autogen.FlashMoAChatCompletionClient(
-        model="m", base_url=scribe.url, model_info=INFO, max_retries=0
-    )
-    team = RoundRobinGroupChat(
-        [AssistantAgent(name, client, system_message=name) for name in ("writer", "reader")],
-        max_turns=2,
-    )
+    client = make_client(scribe.url, max_retries=0)
+    names = ("writer", "reader")
+    team = team_of(*(AssistantAgent(name, client, system_message=name) for name in names))
     async with flashmoa.autogen.link(team, **options) as linked:
         await team.run(task="Go.")
         check_shown(linked)
@@ -122,13 +107,13 @@ async def play_run(scribe: Scribe, **options: Any) -> None:
     async with flashmoa.openai.AsyncOpenAI(base_url=scribe.url, max_retries=0) as client:
 
         async def ask(name: str, text: str) -> str:
-            messages: Any = [{"role": "user", "content": f"{name}: {text}"}]
+            messages: Any = user(f"{name}: {text}")
             with flashmoa.openai.agent(name):
                 answer = await client.chat.completions.create(model="m", messages=messages)
             return answer.choices[0].message.content or ""
 
         ahead, fails, scribe.ahead, scribe.fails = scribe.ahead, scribe.fails, "nothing", False
-        async with flashmoa.openai.run(scribe.url):  # What is not known yet cannot be linked.
+        async with flashmoa.openai.run(scribe.url):  # A first run is only watched.
             await ask("reader", await ask("writer", "Go."))
         scribe.ahead, scribe.fails = ahead, fails
         scribe.requests.clear()
@@ -139,9 +124,8 @@ async def play_run(scribe: Scribe, **options: Any) -> None:
 
 async def play_workflow(scribe: Scribe, **options: Any) -> None:
     async with EngineClient(scribe.url) as engine, Workflow(engine, **options) as flow:
-        draft = flow.ask([{"role": "user", "content": "Go."}], name="writer")
-        read = [{"role": "user", "content": f"reader: {draft}"}]
-        await flow.ask(read, name="reader")
+        draft = flow.ask(user("Go."), name="writer")
+        await flow.ask(user(f"reader: {draft}"), name="reader")
         check_shown(flow)
 
 
@@ -151,10 +135,8 @@ def check_shown(handle: object) -> None:
 
 
 Play = Callable[..., Awaitable[None]]
-PLAYS = {
-    play.__name__: play for play in (play_autogen, play_agent_framework, play_run, play_workflow)
-}
-everywhere = pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
+PLAYS = [play_autogen, play_agent_framework, play_run, play_workflow]
+everywhere = pytest.mark.parametrize("play", PLAYS, ids=lambda play: play.__name__)
 
 
 @everywhere
@@ -166,17 +148,18 @@ async def test_ahead_says_how_much_is_prefilled(
     events: list[Event] = []
     options: LinkOptions = {"listener": events.append}
     await play(scribe, **(options if ahead is None else {**options, "ahead": ahead}))
-    assert sum(isinstance(event, CallFinished) for event in events) == 2
+    assert len(of_kind(events, CallFinished)) == 2
     assert ("open" in scribe.routes()) == (ahead != "nothing")
     if ahead in ("nothing", "known"):
         assert WORD.strip() not in scribe.streamed
     # Calls ask for whole answers, as they do unlinked, and carry a name only if they are heard.
-    chats = scribe.chats[-2:]
-    assert {bool(chat.body.get("stream")) for chat in chats} == {play is play_workflow}
+    chats = scribe.bodies("chat")[-2:]
+    assert {bool(body.get("stream")) for body in chats} == {play is play_workflow}
     are_heard = ahead in ("text", None) and play is not play_workflow
-    assert [CALL_HEADER.lower() in chat.headers for chat in chats] == [are_heard] * 2
+    headers = scribe.headers("chat")[-2:]
+    assert [CALL_HEADER.lower() in each for each in headers] == [are_heard] * 2
     # Each call says why it has no link, if it has none.
-    first, second = [event.unlinked for event in events if isinstance(event, CallStarted)]
+    first, second = [event.unlinked for event in of_kind(events, CallStarted)]
     assert first == NO_LINKS if ahead == "nothing" else first in (FIRST, WHOLE)
     assert second == (NO_LINKS if ahead == "nothing" else "")
 
@@ -192,30 +175,28 @@ async def test_ahead_says_how_much_is_prefilled(
     ],
     ids=str,
 )
-async def test_on_failure_is_the_action_on_the_readers_link(
+async def test_on_failure_acts_on_the_readers_link(
     scribe: Scribe, play: Play, given: dict[str, Any], action: str
 ) -> None:
     scribe.ahead, scribe.fails = "text", True
     events: list[Event] = []
     with suppress(Exception):  # A reader may raise the writer's error.
         await play(scribe, **given, listener=events.append)
-    failed = [event for event in events if isinstance(event, UpstreamFailed)]
-    assert [(one.agent, one.upstream, one.action) for one in failed] == [
-        ("reader", "writer", action)
-    ]
+    (failed,) = of_kind(events, UpstreamFailed)
+    assert (failed.agent, failed.upstream, failed.action) == ("reader", "writer", action)
 
 
 @everywhere
 @pytest.mark.parametrize("prompts", [False, True])
-async def test_a_trace_has_the_events_and_prompts_if_asked(
+async def test_a_trace_has_events_and_maybe_prompts(
     scribe: Scribe, play: Play, prompts: bool, tmp_path: Path
 ) -> None:
     file, events = tmp_path / "run.jsonl", list[Event]()
     await play(scribe, trace=file, trace_prompts=prompts, listener=events.append)
-    assert sum(isinstance(event, PromptSent) for event in events) == 2
+    assert len(of_kind(events, PromptSent)) == 2
     assert read(file) == [one for one in events if prompts or not isinstance(one, PromptSent)]
     await play(scribe, trace=file)
-    # The next run's trace takes the place of this one.
+    # The next run's trace replaces this run's trace.
     again = read(file)
     assert again and not any(event in events for event in again)
 
@@ -247,70 +228,62 @@ def test_an_invalid_session_header_is_refused(headers: Any) -> None:
 async def read_a_text(flow: Workflow, server: HungEngine) -> None:
     """Send a request with a text that is written once its prompt's stream is open."""
     with flow.text() as text:
-        answer = flow.ask([{"role": "user", "content": f"a {text}"}], name="reader")
+        answer = flow.ask(user(f"a {text}"), name="reader")
         await server.until("open")
         text.write("b")
     await answer
 
 
 async def test_requests_and_streams_name_their_session() -> None:
-    """The stream of an agent names the same one as the agent's request; a run is one of its own."""
+    """A prompt's stream names its request's session; each run has a session of its own."""
     own: dict[str, SessionOf] = {"X-Run": "run", "X-Agent": "agent"}
-    seen: dict[str, list[tuple[str, str]]] = defaultdict(list)
     async with hung_engine() as server, EngineClient(server.url) as engine:
-
-        async def note(request: httpx.Request) -> None:
-            path = request.url.path.partition("/prompt_streams/")[0] or "/append"
-            seen[path].append((request.headers["X-Run"], request.headers["X-Agent"]))
-
-        engine._http.event_hooks["request"].append(note)
         for _ in range(2):
             async with Workflow(engine, session_headers=own) as flow:
                 await read_a_text(flow, server)
+                flow.expect(user(f"b {flow.text()}"), name="reader")
+                await server.until("open", 2)
             server.requests.clear()
-    first, second = seen["/v1/chat/completions"]
-    assert seen["/prompt_streams"] == [first, second]
+
+    def sessions(*routes: Route) -> list[tuple[str, str]]:
+        return [(each["x-run"], each["x-agent"]) for each in server.headers(*routes)]
+
+    first, second = sessions("chat")
+    assert sessions("open") == [first, first, second, second]
     assert first[0] != second[0] and first[1].startswith(first[0])
-    assert len({of for path in seen.values() for of in path}) == 2
+    assert set(sessions()) == {first, second}
 
 
-async def test_calls_of_a_name_share_a_session_unless_parallel() -> None:
+async def test_only_parallel_calls_share_no_session() -> None:
     own: dict[str, SessionOf] = {"X-Agent": "agent"}
-    seen: dict[str, str] = {}
-    async with hung_engine() as server, EngineClient(server.url) as engine:
-
-        async def note(request: httpx.Request) -> None:
-            if request.url.path.endswith("/completions"):
-                content = json.loads(request.content)["messages"][0]["content"]
-                seen[content.partition(" ")[0]] = request.headers["X-Agent"]
-
-        engine._http.event_hooks["request"].append(note)
-        async with Workflow(engine, session_headers=own) as flow:
-
-            def ask(content: str, name: str) -> Answer:
-                return flow.ask([{"role": "user", "content": content}], name=name)
-
-            first = ask("first", "writer")
-            second, other = ask(f"second {first}", "writer"), ask("other", "writer")
-            checked = ask(f"check {second}", "checker")
-            for answer in (second, other, checked):
-                await answer
-            await ask("third", "writer")
+    async with (
+        hung_engine() as server,
+        EngineClient(server.url) as engine,
+        Workflow(engine, session_headers=own) as flow,
+    ):
+        first = flow.ask(user("first"), name="writer")
+        second = flow.ask(user(f"second {first}"), name="writer")
+        other = flow.ask(user("other"), name="writer")
+        checked = flow.ask(user(f"check {second}"), name="checker")
+        for answer in (second, other, checked):
+            await answer
+        await flow.ask(user("third"), name="writer")
+    asked = [body["messages"][0]["content"].split()[0] for body in server.bodies("chat")]
+    sessions = [headers["x-agent"] for headers in server.headers("chat")]
+    seen = dict(zip(asked, sessions, strict=True))
     assert seen["first"] == seen["second"] == seen["third"]
     assert len(set(seen.values())) == 3
 
 
 async def test_a_clients_own_session_header_stays() -> None:
-    """A program's requests have its own, and the streams of their prompts are to go with them."""
-    seen: list[str] = []
+    """A program's own header is in its requests and in the requests for their streams."""
     mine = {"x-smg-routing-key": "mine"}
-    async with hung_engine() as server, EngineClient(server.url, headers=mine) as engine:
-
-        async def note(request: httpx.Request) -> None:
-            assert "X-Dynamo-Session-Id" in request.headers
-            seen.append(request.headers["X-SMG-Routing-Key"])
-
-        engine._http.event_hooks["request"].append(note)
-        async with Workflow(engine) as flow:
-            await read_a_text(flow, server)
-    assert {"open", "chat"} <= {*server.routes()} and {*seen} == {"mine"}
+    async with (
+        hung_engine() as server,
+        EngineClient(server.url, headers=mine) as engine,
+        Workflow(engine) as flow,
+    ):
+        await read_a_text(flow, server)
+    assert {"open", "chat"} <= {*server.routes()}
+    assert all("x-dynamo-session-id" in headers for headers in server.headers())
+    assert {headers["x-smg-routing-key"] for headers in server.headers()} == {"mine"}

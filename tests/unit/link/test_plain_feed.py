@@ -1,10 +1,11 @@
-"""Test links to engines without the plugin: when they prefill, what is reported, how they end."""
+"""Test links to engines without the plugin: their prefills, reports and ends."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
@@ -17,18 +18,17 @@ from flashmoa.link.link import Link
 from flashmoa.link.prompt import Prompt, Slot
 from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened, Listener
 from flashmoa.observe.events import LATE, ignore
+from tests.unit.events import of_kind
+from tests.waiting import until
 
 HEAD = "head" * 100
 
 
 class FakeServer(PlainServer):
-    """Takes four characters for a token, and finds what it has prefilled unless ``forgets``."""
+    """Takes four characters for a token. Finds prefilled prompts again, unless it ``forgets``."""
 
     def __init__(self, *, forgets: bool = False) -> None:
-        async def call(*_: object) -> None:
-            raise AssertionError("nothing is sent by another way")
-
-        super().__init__(call, None)
+        super().__init__(None, None)  # type: ignore[arg-type]
         self.prompts: list[str] = []
         self.namespaces: list[Mapping[str, str]] = []
         self.hangs = False
@@ -37,7 +37,6 @@ class FakeServer(PlainServer):
         self.cancelled = 0
         self.error: Exception | None = None
         self._forgets = forgets
-        self._sent = anyio.Event()
 
     async def prefill(
         self, prompt: str, namespace: Mapping[str, str]
@@ -46,7 +45,6 @@ class FakeServer(PlainServer):
         cached = 0 if self._forgets else known // 4
         self.prompts.append(prompt)
         self.namespaces.append(namespace)
-        self._sent.set()
         try:
             await (anyio.sleep_forever() if self.hangs else self.may_answer.wait())
         except anyio.get_cancelled_exc_class():
@@ -54,25 +52,20 @@ class FakeServer(PlainServer):
             raise
         if self.error is not None:
             raise self.error
-        usage = PromptUsage(
-            prompt_tokens=len(prompt) // 4, completion_tokens=0, cached_tokens=cached
-        )
-        # How long it takes here says nothing.
-        return usage, None
+        # The time that this takes says nothing.
+        tokens = len(prompt) // 4
+        return PromptUsage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=cached), None
 
     async def wait_for(self, prompts: int) -> None:
-        """Wait until so many prompts have been sent."""
-        with anyio.fail_after(10):
-            while len(self.prompts) < prompts:
-                await self._sent.wait()
-                self._sent = anyio.Event()
+        """Wait until N prompts have been sent."""
+        await until(lambda: len(self.prompts) >= prompts)
 
 
 class PlainEngine(EngineClient):
     """An engine without the plugin."""
 
-    def __init__(self, server: FakeServer, **options: str) -> None:
-        super().__init__("http://127.0.0.1:9", **options)  # type: ignore[arg-type]
+    def __init__(self, server: FakeServer, **options: Any) -> None:
+        super().__init__("http://127.0.0.1:9", **options)
         self.plain = server
 
     async def open_stream(self, **_: object) -> StreamState:
@@ -88,15 +81,12 @@ async def running(link: Link) -> AsyncGenerator[Link]:
 
 
 def make_link(
-    server: FakeServer,
-    listener: Listener = ignore,
-    *segments: str | Slot,
-    expected: int | None = None,
+    server: FakeServer, listener: Listener = ignore, *segments: str | Slot, **options: Any
 ) -> Link:
     """Return a link to a prompt, by default ``HEAD`` and the text of A."""
-    prompt = Prompt(segments or [HEAD, Slot("A")])
-    expect = {"A": expected}.get
-    return Link(PlainEngine(server), prompt, agent="B", expect=expect, listener=listener)
+    prompt, expect = Prompt(segments or [HEAD, Slot("A")]), {"A": options.pop("expected", None)}.get
+    engine = PlainEngine(server, **options)
+    return Link(engine, prompt, agent="B", expect=expect, listener=listener)
 
 
 settle = anyio.wait_all_tasks_blocked
@@ -115,27 +105,26 @@ async def test_written_text_is_sent_in_halves() -> None:
     assert all(prompt.startswith(HEAD) for prompt in server.prompts)
     kinds = [type(event) for event in events]
     assert kinds == [LinkOpened, *[LinkAdvanced] * 5, LinkClosed]
-    advanced = [event.prefilled_tokens for event in events if isinstance(event, LinkAdvanced)]
-    assert advanced == sizes
-    closed = events[-1]
-    assert isinstance(closed, LinkClosed)
+    assert [event.prefilled_tokens for event in of_kind(events, LinkAdvanced)] == sizes
+    (closed,) = of_kind(events, LinkClosed)
     assert (closed.reason, closed.stream_id, link.used_id) == ("used", *[link.stream_id] * 2)
     assert link.stream_id is not None and link.unused_reason != LATE
 
 
-async def test_a_short_prompt_is_left_to_its_request() -> None:
+@pytest.mark.parametrize(("without_plugin", "head"), [("prefill", "short"), ("off", HEAD)])
+async def test_a_short_prompt_is_left_to_its_request(without_plugin: Any, head: str) -> None:
+    """And so are all prompts if a program does not want prefills."""
     server, events = FakeServer(), list[Event]()
-    async with running(make_link(server, events.append, "short", Slot("A"))) as link:
+    settings = EngineSettings(without_plugin=without_plugin)
+    link = make_link(server, events.append, head, Slot("A"), engine_settings=settings)
+    async with running(link):
         link.feed("A", "text")
         link.close_slot("A")
         await settle()
-        assert link.claim() is None
-        assert link.unused_reason != LATE
-    assert server.prompts == []
-    assert [(type(event), getattr(event, "reason", "")) for event in events] == [
-        (LinkClosed, "plain engine")
-    ]
-    assert link.used_id is None
+        assert link.claim() is None and link.unused_reason != LATE
+    assert server.prompts == [] and link.used_id is None
+    (closed,) = events
+    assert isinstance(closed, LinkClosed) and closed.reason == "plain engine"
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -157,7 +146,7 @@ async def test_a_request_or_an_end_cancels_the_step(is_cancelled: bool) -> None:
     assert [type(event) for event in events] == [LinkOpened, LinkClosed]
 
 
-async def test_a_complete_prompt_without_a_request_is_sent() -> None:
+async def test_a_complete_unused_prompt_is_sent() -> None:
     server = FakeServer()
     async with running(make_link(server, ignore, HEAD, Slot("A"), " end")) as link:
         await server.wait_for(1)
@@ -170,7 +159,7 @@ async def test_a_complete_prompt_without_a_request_is_sent() -> None:
         assert link.claim() is None
 
 
-async def test_a_cache_that_keeps_nothing_gets_no_more_steps(
+async def test_a_cache_that_forgets_gets_no_more_steps(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server, events = FakeServer(forgets=True), list[Event]()
@@ -182,8 +171,7 @@ async def test_a_cache_that_keeps_nothing_gets_no_more_steps(
         assert link.claim() is None
     assert len(server.prompts) == 2
     assert "has not kept the prompt" in caplog.text
-    closed = events[-1]
-    assert isinstance(closed, LinkClosed)
+    (closed,) = of_kind(events, LinkClosed)
     assert (closed.reason, closed.stream_id) == ("used", link.stream_id)
 
 
@@ -199,32 +187,18 @@ async def test_an_error_of_the_server_ends_only_the_link(
 ) -> None:
     server, events = FakeServer(), list[Event]()
     server.error = error
-    # A warning the first time only, and another test's may have been that.
+    # It is a warning the first time only, which may have been in another test.
     caplog.set_level(logging.DEBUG)
     async with running(make_link(server, events.append)) as link:
         await settle()
         link.feed("A", HEAD)
         assert link.claim() is None
-    closed = events[-1]
-    assert isinstance(closed, LinkClosed) and closed.reason == reason
+    assert [event.reason for event in of_kind(events, LinkClosed)] == [reason]
     is_known = reason == "plain engine"
     assert ("Its request is sent all the same" in caplog.text) is not is_known
 
 
-async def test_off_sends_nothing() -> None:
-    server, events = FakeServer(), list[Event]()
-    link = Link(
-        PlainEngine(server, engine_settings=EngineSettings(without_plugin="off")),
-        Prompt([HEAD, Slot("A")]),
-        agent="B",
-        listener=events.append,
-    )
-    await link.run()
-    assert server.prompts == []
-    assert [getattr(event, "reason", "") for event in events] == ["plain engine"]
-
-
-async def test_a_prompt_that_becomes_another_is_sent_as_that() -> None:
+async def test_a_prompt_that_becomes_another_is_sent() -> None:
     server = FakeServer()
     async with running(make_link(server)) as link:
         await server.wait_for(1)
@@ -233,9 +207,7 @@ async def test_a_prompt_that_becomes_another_is_sent_as_that() -> None:
     assert server.prompts == [HEAD, HEAD * 2]
 
 
-async def test_replaced_text_is_sent_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_replaced_text_is_sent_again(caplog: pytest.LogCaptureFixture) -> None:
     server = FakeServer()
     async with running(make_link(server)) as link:
         await server.wait_for(1)
@@ -251,11 +223,11 @@ async def test_replaced_text_is_sent_again(
         assert link.claim() is None
     texts = ["", "draft " * 200, "final " * 200, "final " * 190 + "other " * 200]
     assert server.prompts == [HEAD + text for text in texts]
-    # The part of the prompt that is right was in the cache.
+    # The unchanged part of the prompt was in the cache.
     assert "has not kept" not in caplog.text
 
 
-async def test_text_replaced_during_a_step_is_sent_again() -> None:
+async def test_text_replaced_in_a_step_is_sent_again() -> None:
     server = FakeServer()
     server.may_answer = anyio.Event()
     async with running(make_link(server)) as link:

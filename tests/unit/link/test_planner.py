@@ -31,6 +31,7 @@ from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt, Slot
 from flashmoa.link.reasons import NO_PLUGIN, OTHER_COURSE, OWN_TURN, UNEXPECTED
 from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits
 from flashmoa.observe.events import FIRST, LATE, ignore
+from tests.unit.events import of_kind
 from tests.unit.link.hung_engine import hung_engine
 from tests.waiting import until
 
@@ -57,18 +58,16 @@ class Pair(LinkPlanner):
     def __init__(self, engine: EngineClient, kv_share: float = 1.0) -> None:
         self.events: list[Event] = []
         super().__init__(self.events.append, LinkSettings(), kv_share=kv_share)
-        self.forecasts = 0
-        self.may_forecast = anyio.Event()
+        self.forecasts = self.renders = 0
+        self.may_forecast, self.may_render = anyio.Event(), anyio.Event()
         self.may_forecast.set()
+        self.may_render.set()
         self.problem: str | None = None
         self.refusal: EngineError | None = None
         self.known = ""
         self.holds_still = True
         self.turn = TURN
         self.own = RequestAfterTools("writer", (LOOK, WALK), [self.after_tools])
-        self.renders = 0
-        self.may_render = anyio.Event()
-        self.may_render.set()
         self._engine = engine
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
@@ -107,36 +106,32 @@ class Pair(LinkPlanner):
         return next((link for link in self.links if link.agent == agent), None)
 
     async def linked(self, agent: str, prompt: str) -> Link:
-        """Wait until there is a link to an agent with that certain text."""
+        """Wait until the prompt of a link to an agent has this certain text."""
 
-        def found() -> list[Link]:
-            links = [link for link in self.links if link.agent == agent and not link.is_over]
-            return [link for link in links if link.prompt.stable() == prompt]
+        def found() -> Link | None:
+            link = self.link_to(agent)
+            is_found = link and not link.is_over and link.prompt.stable() == prompt
+            return link if is_found else None
 
         await until(found)
-        return found()[0]
+        return found()  # type: ignore[return-value]
 
     def reasons(self) -> list[str]:
         """Return why each call so far has no link."""
-        return [event.unlinked for event in self.events if isinstance(event, CallStarted)]
+        return [event.unlinked for event in of_kind(self.events, CallStarted)]
 
     def late(self) -> list[bool]:
         """Return whether each call so far was late for its link."""
-        return [event.late for event in self.events if isinstance(event, CallStarted)]
+        return [event.late for event in of_kind(self.events, CallStarted)]
 
     def declined(self) -> list[LinkDeclined]:
-        return [event for event in self.events if isinstance(event, LinkDeclined)]
+        return of_kind(self.events, LinkDeclined)
 
-    async def write(self) -> Link:
-        """Begin a call of the writer, and wait until there is a link to the reader."""
+    async def write(self, *, again: bool = False) -> Link:
+        """Begin a call of the writer. Return the link to the reader, if ``again`` after a plan."""
+        forecasts = self.forecasts + again
         self.begin("writer", REQUEST)
-        return await self.link()
-
-    async def write_again(self) -> Link:
-        """Begin a call of the writer, and return the link to the reader after a new forecast."""
-        forecasts = self.forecasts
-        self.begin("writer", REQUEST)
-        await self.planned(forecasts + 1)
+        await (self.planned(forecasts) if again else until(lambda: self.links))
         return await self.link()
 
     async def link(self) -> Link:
@@ -146,7 +141,7 @@ class Pair(LinkPlanner):
         return link
 
     async def planned(self, forecasts: int = 0, *, renders: int = 0) -> None:
-        """Wait until that many forecasts have been made, own requests rendered, and it is idle."""
+        """Wait until it has made N forecasts, has rendered M own requests, and is idle."""
         await until(lambda: self.forecasts >= forecasts and self.renders >= renders)
         await until(lambda: not self._planning.is_running)
         # Links are made in tasks of their own.
@@ -203,7 +198,7 @@ async def test_an_unrenderable_prompt_is_declined(planner: Pair) -> None:
     assert reasons == ["tool 1 is no object", "too long"]
 
 
-async def test_a_failure_in_other_words_is_reported_once(
+async def test_a_reworded_failure_is_reported_once(
     planner: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "a", "b", "c"):
@@ -219,18 +214,18 @@ async def test_a_changed_expired_prompt_is_linked_again(planner: Pair) -> None:
     link = await planner.write()
     link.has_expired = True
     link.end("unused")
-    assert await planner.write_again() is link
+    assert await planner.write(again=True) is link
     planner.known = "the report"
-    assert await planner.write_again() is not link
+    assert await planner.write(again=True) is not link
 
 
-async def test_a_link_is_kept_while_its_prompt_is_the_same(planner: Pair) -> None:
+async def test_a_link_is_kept_while_its_prompt_is(planner: Pair) -> None:
     planner.turn, planner.known = Turn("reader"), "the plan"
     planner.holds_still = False
-    link = await planner.write_again()
-    assert await planner.write_again() is link and not link.is_over
+    link = await planner.write(again=True)
+    assert await planner.write(again=True) is link and not link.is_over
     planner.known = "the report"
-    assert await planner.write_again() is not link and link.is_over
+    assert await planner.write(again=True) is not link and link.is_over
 
 
 async def test_a_call_without_a_link_says_why(planner: Pair) -> None:
@@ -251,12 +246,12 @@ async def test_a_call_without_a_link_says_why(planner: Pair) -> None:
 async def test_a_refused_link_is_told_once(
     planner: Pair, error: EngineError, until_next: str
 ) -> None:
-    """A later call, which nobody tried to link, has another reason."""
+    """A later call has another reason, as nobody tried to link it."""
     planner.refusal = error
     for agent in ("writer", "reader", "other", "reader"):
         planner.begin(agent, REQUEST)
         await planner.planned()
-    # Of a plain engine it is known until the run ends.
+    # Until the run ends, the planner knows that the engine is a plain one.
     later = NO_PLUGIN if isinstance(error, PluginMissing) else UNEXPECTED
     assert planner.reasons() == [FIRST, until_next, UNEXPECTED, later]
 
@@ -296,14 +291,14 @@ async def test_a_link_ends_if_impossible_twice_in_a_row(planner: Pair) -> None:
 
 
 class PlainEngine(EngineClient):
-    """A server without any route that it is asked for."""
+    """A server without the plugin's routes."""
 
     async def ask(self, *_: Any, **__: Any) -> Any:
         raise PluginMissing("no plugin")
 
 
 class WithoutSize(EngineClient):
-    """An engine that does not say how large its KV pool is."""
+    """An engine that does not tell the size of its KV pool."""
 
     async def info(self) -> EngineInfo:
         await anyio.sleep_forever()
@@ -348,8 +343,8 @@ async def test_text_before_a_tool_call_is_taken_back(planner: Pair) -> None:
     writer.on_text("I look.")
     assert link.prompt.take() == "Read: I look."
     writer.on_finish(CallResult("I look.", None, "tool_calls", is_forwarded=False))
-    # Adapters are told as of an answer without text.
-    (waits,) = [event for event in planner.events if isinstance(event, LinkWaits)]
+    # Adapters are told the same as after an answer without text.
+    (waits,) = of_kind(planner.events, LinkWaits)
     assert waits.reason == "it calls tools"
     writer.on_text(" Another thread told this too late.")
     assert not link.is_over and link.waits_for("writer")
@@ -371,7 +366,7 @@ async def test_an_unheard_text_is_read_when_complete(planner: Pair) -> None:
         assert channel is not None
         await until(lambda: channel.problem)
         writer.on_finish(CallResult("Done.", None, "stop", is_forwarded=True))
-        (waits,) = [event for event in planner.events if isinstance(event, LinkWaits)]
+        (waits,) = of_kind(planner.events, LinkWaits)
         assert (waits.agent, waits.upstream) == ("reader", "writer")
         assert "cannot be reached" in waits.reason
         assert link.prompt.stable() == "Read: Done." and link.prompt.is_complete
@@ -408,7 +403,7 @@ async def test_a_text_that_is_rewritten_is_not_heard(planner: Pair) -> None:
 
 
 async def test_requests_say_the_lengths_of_answers(planner: Pair) -> None:
-    """In a header, since servers may refuse fields that they do not know."""
+    """The length is in a header, since servers may refuse unknown fields."""
 
     def call(agent: str, answered: int) -> str | None:
         linked = LinkedCall(planner, agent, REQUEST)
@@ -421,7 +416,7 @@ async def test_requests_say_the_lengths_of_answers(planner: Pair) -> None:
     assert [call("a", 30), call("b", 5)] == ["30", None]
 
 
-async def test_a_link_is_open_before_the_next_to_its_engine() -> None:
+async def test_an_engines_links_open_one_by_one() -> None:
     host = TaskHost("A link failed")
     async with hung_engine() as server, EngineClient(server.url) as engine:
         for number in range(5):
@@ -443,13 +438,12 @@ def test_only_the_last_answers_of_an_agent_count() -> None:
     assert lengths.expect("a") == 10
 
 
-def call_tools(planner: Pair, text: str = "") -> None:
-    """Let the writer answer with calls of its tools, and a text before them."""
-    writer = planner.begin("writer", REQUEST)
-    if text:
-        writer.on_text(text)
+def call_tools(planner: Pair, *results: str) -> None:
+    """Let the writer answer with calls of its tools, and let some tools return nothing."""
     result = CallResult("", None, "function_calls", is_forwarded=False, tool_calls=planner.own)
-    writer.on_finish(result)
+    planner.begin("writer", REQUEST).on_finish(result)
+    for tool in results:
+        planner.tools.add_result(planner.own, tool, "")
 
 
 async def test_a_result_waits_for_earlier_results(planner: Pair) -> None:
@@ -473,10 +467,8 @@ async def test_the_last_result_is_left_to_the_request(planner: Pair) -> None:
     assert planner.link_to("writer") is None and link.is_over
 
 
-async def test_fast_tools_make_no_link_and_no_late_call(planner: Pair) -> None:
-    call_tools(planner)
-    for tool in (LOOK, WALK):
-        planner.tools.add_result(planner.own, tool, "")
+async def test_fast_tools_make_no_link_nor_late_call(planner: Pair) -> None:
+    call_tools(planner, LOOK, WALK)
     await planner.linked("reader", "Read: ")
     planner.plan()
     await planner.planned(renders=0)
@@ -489,20 +481,19 @@ async def test_fast_tools_make_no_link_and_no_late_call(planner: Pair) -> None:
 async def test_a_request_that_is_given_up_is_not_linked(planner: Pair, is_rendering: bool) -> None:
     if is_rendering:
         planner.may_render = anyio.Event()
-        call_tools(planner)
+    call_tools(planner)
+    if is_rendering:
         await until(lambda: planner.renders)
     else:
-        call_tools(planner)
         await planner.linked("writer", "Go.\nlook() '")
-    planner.tools.give_up(planner.own)
-    planner.may_render.set()
-    await planner.planned(renders=1)
-    assert planner.link_to("writer") is None
     # Later news change nothing.
-    planner.tools.add_result(planner.own, LOOK, "")
-    planner.tools.give_up(planner.own)
-    await planner.planned(renders=1)
-    assert planner.link_to("writer") is None
+    for results in ([], [LOOK]):
+        for tool in results:
+            planner.tools.add_result(planner.own, tool, "")
+        planner.tools.give_up(planner.own)
+        planner.may_render.set()
+        await planner.planned(renders=1)
+        assert planner.link_to("writer") is None
 
 
 async def test_a_request_is_not_expected_for_ever(
@@ -515,7 +506,7 @@ async def test_a_request_is_not_expected_for_ever(
     assert planner.link_to("writer") is None
 
 
-async def test_an_agents_newer_request_takes_the_place_of_an_older_one(planner: Pair) -> None:
+async def test_a_newer_request_replaces_its_agents_older(planner: Pair) -> None:
     older, newer = (RequestAfterTools("writer", (LOOK,), [planner.after_tools]) for _ in range(2))
     planner.tools.add(older)
     planner.tools.add(newer)

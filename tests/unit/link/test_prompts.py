@@ -36,7 +36,7 @@ def test_a_slot_is_there_once_and_closed_for_ever() -> None:
     strip=st.booleans(),
     data=st.data(),
 )
-def test_pieces_in_any_order_make_the_whole_prompt(
+def test_pieces_in_any_order_make_the_prompt(
     texts: list[str], strip: bool, data: st.DataObject
 ) -> None:
     """For any order of appends and closings, the pieces form the prompt, and none changes later."""
@@ -62,9 +62,7 @@ def test_pieces_in_any_order_make_the_whole_prompt(
     strips=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_a_server_has_the_stable_text_of_any_course(
-    strips: list[tuple[bool, bool]], data: st.DataObject
-) -> None:
+def test_a_server_has_the_stable_text(strips: list[tuple[bool, bool]], data: st.DataObject) -> None:
     """It puts each piece after as many of its characters as the prompt says."""
     slots = [Slot(f"{i}", strip_start=a, strip_end=b) for i, (a, b) in enumerate(strips)]
     prompt = Prompt(["<", *(each for slot in slots for each in (slot, "|"))])
@@ -102,7 +100,7 @@ def common_beginning(text: str, other: str) -> str:
 
 
 def naive(prompt: Prompt, slots: list[Slot], written: dict[int, str]) -> str:
-    """Return the stable text, from what was written into the slots."""
+    """Return the stable text, from the written texts of the slots."""
     text = "<"
     for index, slot in enumerate(slots):
         part = written[index]
@@ -120,7 +118,7 @@ def test_a_prompt_that_restarts_or_becomes_another() -> None:
     slot.append("far")
     assert prompt.take() == "So far"
     prompt.replace(slot, "good")
-    # What was taken back does not count.
+    # The taken-back text does not count.
     same.append("good")
     prompt.become(Prompt(["So ", same, "!"]))
     assert (prompt.take_back(), prompt.take()) == (3, "good")

@@ -21,7 +21,7 @@ IDS = st.fixed_dictionaries({}, optional={"id": TEXTS, "status": st.just("comple
 
 
 def part(kind: str) -> st.SearchStrategy[Any]:
-    """Parts of a content, some with what a model is not shown."""
+    """Parts of a content, some with fields that a model is not shown."""
     more = {"annotations": st.just([]), "logprobs": st.just([])}
     return st.fixed_dictionaries({"type": st.just(kind), "text": TEXTS}, optional=more)
 

@@ -1,4 +1,4 @@
-"""Texts, as their writers use them."""
+"""Texts, as their writers use them; their marks in prompts; policies for their failures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import anyio
+import httpx
+import openai
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from flashmoa import Text
-from flashmoa.link.streamed_text import find_texts
+from flashmoa import FailurePolicy, Text, UpstreamCancelled
+from flashmoa.errors import EngineTimeout, EngineUnreachable
+from flashmoa.link.failure_policy import classify_failure
+from flashmoa.link.streamed_text import find_texts, replace_marks
 
 
 async def test_leaving_a_text_closes_it() -> None:
@@ -50,7 +55,7 @@ async def test_readers_get_every_part_of_a_text() -> None:
     assert [piece async for piece in text] == ["a good plan"]
 
 
-async def test_a_reader_is_told_if_its_parts_were_replaced() -> None:
+async def test_a_reader_is_told_of_replaced_parts() -> None:
     text = Text("draft")
     fresh, behind, waiting = aiter(text), aiter(text), aiter(text)
     first = asyncio.ensure_future(anext(fresh))
@@ -60,7 +65,7 @@ async def test_a_reader_is_told_if_its_parts_were_replaced() -> None:
     next_piece = asyncio.ensure_future(anext(waiting))
     await asyncio.sleep(0)
     text.finish("b")
-    # This one has not read anything yet.
+    # The first reader has not read anything yet.
     assert await first in ("a pl", "b")
     for piece in (anext(behind), next_piece):
         with pytest.raises(RuntimeError, match="'draft' was finished with another string"):
@@ -92,43 +97,32 @@ class _Message(BaseModel):
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
-@pytest.mark.parametrize(
-    ("use", "error"),
-    [
-        (lambda text: "\n".join([text]), TypeError),
-        (lambda text: "".join(text), TypeError),
-        (lambda text: str.__add__("Read ", text), TypeError),
-        (lambda text: "Read it".replace("it", text), TypeError),
-        (lambda text: json.dumps({"draft": text}), TypeError),
-        (lambda text: re.sub("a", "b", text), TypeError),
-        (lambda text: io.StringIO().write(text), TypeError),
-        (lambda text: _Message(content=text), ValidationError),
-        (lambda text: TypeAdapter(list[str]).validate_python([text]), ValidationError),
-    ],
-)
-async def test_readers_of_strings_refuse_a_text(
-    use: Callable[[Any], object], error: type[Exception], is_complete: bool
-) -> None:
-    text = Text("draft")
-    if is_complete:
-        text.finish("a plan")
-    with pytest.raises(error):
-        use(text)
-
-
-@pytest.mark.parametrize("is_complete", [False, True])
-async def test_a_text_is_not_used_like_a_string(is_complete: bool) -> None:
+def test_a_text_is_not_used_like_a_string(is_complete: bool) -> None:
     text: Any = Text("draft")
     if is_complete:
         text.finish("a plan")
-    uses: list[Callable[[], object]] = [
+    by_readers: list[Callable[[], object]] = [
+        lambda: "\n".join([text]),
+        lambda: "".join(text),
+        lambda: str.__add__("Read ", text),
+        lambda: "Read it".replace("it", text),
+        lambda: json.dumps({"draft": text}),
+        lambda: re.sub("a", "b", text),
+        lambda: io.StringIO().write(text),
+        lambda: _Message(content=text),
+        lambda: TypeAdapter(list[str]).validate_python([text]),
+    ]
+    for use in by_readers:
+        with pytest.raises((TypeError, ValidationError)):
+            use()
+    by_itself: list[Callable[[], object]] = [
         lambda: len(text),
         lambda: text[:4],
         lambda: "a" in text,
         lambda: list(text),
         lambda: text.upper(),
     ]
-    for use in uses:
+    for use in by_itself:
         with pytest.raises((TypeError, AttributeError), match=r"'draft' has no .*; await it"):
             use()
     assert not isinstance(text, Iterable) and not hasattr(text, "strip")
@@ -147,6 +141,80 @@ async def test_a_text_is_not_used_like_a_string(is_complete: bool) -> None:
         "id 1700000000123456789, 00000000000000000000000000000000",
     ],
 )
-async def test_brackets_and_numbers_of_a_prompt_are_no_marks(prompt: str) -> None:
+def test_brackets_and_numbers_are_no_marks(prompt: str) -> None:
     texts = [Text(f"answer-{number}") for number in range(2000)]
     assert find_texts([prompt], {text._mark: text for text in texts}) == []
+
+
+def test_marks_of_texts_are_found_and_replaced() -> None:
+    texts = {text._mark: text for text in (Text("one"), Text("tw:o"), Text("th\u27e6re\u27e7e"))}
+    one, two, three = texts
+    assert [t._mark for t in find_texts([f"{two} {one}", f"x{two}"], texts)] == [two, one]
+    assert find_texts(["\u27e6one:0123456789abcdef\u27e7"], texts) == []
+    assert replace_marks(f"<{one}{three}>", {one: two, three: ""}) == f"<{two}>"
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    """Return the error with a cause."""
+    error.__cause__ = cause
+    return error
+
+
+LATE = httpx.ReadTimeout("late")
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (ValueError(), "error"),
+        (EngineUnreachable("gone"), "error"),
+        # A circle of causes.
+        (caused(circle := ValueError(), caused(KeyError(), circle)), "error"),
+        (EngineTimeout("late"), "timeout"),
+        (TimeoutError(), "timeout"),
+        (LATE, "timeout"),
+        (type("ReadTimeout", (type("TimeoutException", (Exception,), {}),), {})(), "timeout"),
+        (caused(openai.APITimeoutError(httpx.Request("POST", "http://x")), LATE), "timeout"),
+        (UpstreamCancelled("stopped"), "cancel"),
+        (asyncio.CancelledError(), "cancel"),
+        (GeneratorExit(), "cancel"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_an_exception_is_classified_as_a_failure(error: BaseException, failure: str) -> None:
+    assert classify_failure(error) == failure
+
+
+def test_one_action_is_for_all_but_stalls() -> None:
+    policy = FailurePolicy.of("finalize")
+    assert [policy.action(one) for one in ("error", "cancel", "timeout")] == ["finalize"] * 3
+    assert policy.action("stall") == "abort"
+    assert FailurePolicy.of(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"error": "ignore"}, "error must be 'abort' or 'finalize'")]
+    + [({"stall_seconds": each}, "stall_seconds must be a positive") for each in (0, -1, "soon")],
+)
+def test_invalid_policies_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FailurePolicy(**arguments)
+
+
+async def test_a_reader_follows_its_policy() -> None:
+    text = Text("draft")
+    text.write("so far")
+    with pytest.raises(TimeoutError):
+        with anyio.fail_after(0.05):
+            await text._read(FailurePolicy(stall_seconds=0.01))
+    stalled = FailurePolicy(stall="finalize", stall_seconds=0.01)
+    assert await text._read(stalled) == "so far"
+    text.fail(ValueError("broken"))
+    text.write(" and no further")
+    text.close()
+    assert await text._read(FailurePolicy(error="finalize")) == "so far"
+    for policy in (FailurePolicy(), FailurePolicy(timeout="finalize")):
+        with pytest.raises(ValueError, match="broken"):
+            await text._read(policy)
+    assert not text.is_complete and f"{text}" == text._mark

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,7 +18,8 @@ from flashmoa.engine.wire import Delta, kv_namespace
 from flashmoa.errors import BadAnswer, EngineUnreachable
 from flashmoa.observe import Event, LinkDeclined
 from tests.event_loop import own_task
-from tests.unit.link.hung_engine import hung_engine
+from tests.unit.events import of_kind, warnings
+from tests.unit.link.hung_engine import hung_engine, user
 from tests.waiting import until
 
 TOOL_PIECES: list[dict[str, Any]] = [
@@ -30,12 +30,12 @@ TOOL_PIECES: list[dict[str, Any]] = [
 
 
 class Engine:
-    """A client whose engine ends each answer with the finish reason that is the model's name.
+    """A client whose models are named after their finish reasons.
 
     Attributes:
         contents: the contents of the requests' last messages.
         bodies: the other fields of the requests.
-        rendered: the fields, without the messages, of the requests to render a prompt.
+        rendered: the fields of the requests to render a prompt, without the messages.
     """
 
     url = "http://engine"
@@ -85,10 +85,6 @@ async def flow(engine: Engine) -> AsyncGenerator[Workflow]:
         yield flow
 
 
-def user(content: object) -> list[dict[str, object]]:
-    return [{"role": "user", "content": content}]
-
-
 @pytest.mark.parametrize(
     ("model", "problem"), [("none", "the answer was cut off"), ("abort", "aborted its answer")]
 )
@@ -103,7 +99,7 @@ async def test_a_cut_answer_fails_and_is_not_read(
     assert engine.contents == ["?"]
 
 
-async def test_answers_are_only_read_and_texts_are_written(flow: Workflow) -> None:
+async def test_only_texts_are_written(flow: Workflow) -> None:
     answer, text = flow.ask(user("?"), model="stop"), flow.text()
     written = flow.version(answer)
     for name in ("write", "close", "finish", "fail", "__enter__"):
@@ -118,7 +114,7 @@ async def test_answers_are_only_read_and_texts_are_written(flow: Workflow) -> No
     assert answer.finish_reason == "stop"
 
 
-async def test_text_that_could_not_be_replaced_is_refused(flow: Workflow) -> None:
+async def test_irreplaceable_text_is_refused(flow: Workflow) -> None:
     async with workflow(Engine()) as other:
         foreign, draft = other.text("foreign"), flow.text("draft")
         with pytest.raises(ValueError, match="'foreign' is a text of another workflow"):
@@ -128,7 +124,7 @@ async def test_text_that_could_not_be_replaced_is_refused(flow: Workflow) -> Non
                 flow.ask(user(f"{change(f'{draft}')}"))
         with pytest.raises(ValueError, match="'draft' is in a parameter"):
             flow.ask(user("Read."), tools=[{"function": {"description": f"Reads {draft}"}}])
-        # What only looks like a mark is a user's text.
+        # A text of a user may look like a mark.
         quoted = flow.ask(user("What is \u27e6x:0123456789abcdef\u27e7?"))
         assert await quoted == "It is 18."
 
@@ -156,8 +152,8 @@ async def test_names_of_texts_differ(flow: Workflow) -> None:
     assert names == ["a", "a-2", "a-3", "a-4", "b"]
 
 
-async def test_tasks_end_before_a_cancelled_close_returns() -> None:
-    """They need what their owner closes next, to release streams."""
+async def test_tasks_end_before_a_cancelled_close() -> None:
+    """To release streams, tasks need connections that their owner closes next."""
     host, ended = TaskHost("failed"), anyio.Event()
 
     async def work() -> None:
@@ -186,24 +182,18 @@ async def test_tasks_end_before_a_cancelled_close_returns() -> None:
     ],
 )
 @pytest.mark.parametrize("of_client", [{}, {"extra_key": "tenant"}])
-async def test_a_link_is_in_the_namespace_of_its_request(
-    model: str,
-    own: dict[str, str],
-    namespace: dict[str, str],
-    of_client: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_link_is_in_its_requests_namespace(
+    model: str, own: Any, namespace: Any, of_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    namespaces: list[object] = []
-    monkeypatch.setattr(
-        Workflow, "_link", lambda *given: namespaces.append(kv_namespace(given[-1]))
-    )
+    found: list[object] = []
+    monkeypatch.setattr(Workflow, "_link", lambda *given: found.append(kv_namespace(given[-1])))
     async with workflow(Engine(model, **of_client)) as flow:
         draft = flow.ask(user("Draft."), model="stop")
         await flow.ask(user(f"Shorten {draft}"), **own)
-    assert namespaces == [{**namespace, **of_client}]
+    assert found == [{**namespace, **of_client}]
 
 
-async def test_call_that_was_cancelled_elsewhere_is_named() -> None:
+async def test_a_call_cancelled_elsewhere_is_named() -> None:
     async def cancelled() -> None:
         future = asyncio.get_running_loop().create_future()
         future.cancel()
@@ -214,7 +204,7 @@ async def test_call_that_was_cancelled_elsewhere_is_named() -> None:
 
 
 async def test_many_escaped_brackets_are_no_marks(flow: Workflow) -> None:
-    """They were searched from each one to the end of the string."""
+    """A search from each bracket to the end of the string would be slow."""
     text = json.dumps({"semantics": "\u27e6x\u27e7 " * 200 + "\u27e6" * 20_000})
     assert text.count("u27e6") == 20_200
     with anyio.fail_after(5):
@@ -223,48 +213,36 @@ async def test_many_escaped_brackets_are_no_marks(flow: Workflow) -> None:
 
 async def test_prompts_are_built_of_texts_as_of_strings(flow: Workflow, engine: Engine) -> None:
     draft = flow.text("draft")
-    uses: list[object] = [draft, [{"type": "text", "text": draft}]]
-    uses += [f"{draft!r}", "Read " + draft, draft + "!", "%s" % draft]  # noqa: UP031
-    uses += [
-        "\n".join(map(str, [draft, "all"])),
-        f"Read {[draft]}",
-        f"Read { {'it': draft} }",
-        f"{draft}",
-        json.dumps([f"{draft}"], ensure_ascii=False),
+    uses: list[tuple[object, object]] = [
+        (draft, "it"),
+        ([{"type": "text", "text": draft}], [{"type": "text", "text": "it"}]),
+        (f"{draft!r}", "it"),
+        ("Read " + draft, "Read it"),
+        (draft + "!", "it!"),
+        ("%s" % draft, "it"),  # noqa: UP031
+        ("\n".join(map(str, [draft, "all"])), "it\nall"),
+        (f"Read {[draft]}", "Read [it]"),
+        (f"Read { {'it': draft} }", "Read {'it': it}"),
+        (f"{draft}", "it"),
+        (json.dumps([f"{draft}"], ensure_ascii=False), '["it"]'),
     ]
-    answers = [flow.ask(user(use), model="stop") for use in uses]
+    answers = [flow.ask(user(use), model="stop") for use, _ in uses]
     draft.finish("it")
     assert {await answer for answer in answers} == {"It is 18."}
-    expected = [
-        "it",
-        [{"type": "text", "text": "it"}],
-        "it",
-        "Read it",
-        "it!",
-        "it",
-        "it\nall",
-        "Read [it]",
-        "Read {'it': it}",
-        "it",
-        '["it"]',
-    ]
-    assert engine.contents == expected
+    assert engine.contents == [content for _, content in uses]
 
 
-@pytest.mark.parametrize(
-    "name", ["extra_headers", "timeout", "stream", "functions", "function_call"]
-)
-async def test_parameters_of_other_clients_are_refused(flow: Workflow, name: str) -> None:
-    with pytest.raises(TypeError, match=f"no parameter '{name}'"):
-        flow.ask(user("?"), **{name: 1})
+async def test_parameters_of_other_clients_are_refused(flow: Workflow) -> None:
+    for name in ("extra_headers", "timeout", "stream", "functions", "function_call"):
+        with pytest.raises(TypeError, match=f"no parameter '{name}'"):
+            flow.ask(user("?"), **{name: 1})
 
 
 @pytest.mark.parametrize("messages", ["?", ["?"], {"role": "user", "content": "?"}])
-async def test_what_is_no_list_of_messages_is_refused(flow: Workflow, messages: Any) -> None:
-    with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
-        flow.ask(messages)
-    with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
-        flow.expect(messages)
+async def test_only_lists_of_messages_are_accepted(flow: Workflow, messages: Any) -> None:
+    for method in (flow.ask, flow.expect):
+        with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
+            method(messages)
 
 
 async def test_messages_may_come_one_by_one(flow: Workflow, engine: Engine) -> None:
@@ -278,7 +256,7 @@ async def test_extra_body_is_part_of_the_body(flow: Workflow, engine: Engine) ->
     await flow.ask(user("?"), max_tokens=3, extra_body={"guided_regex": "a*"})
     with pytest.raises(TypeError, match="extra_body cannot have 'messages'"):
         flow.ask(user("?"), extra_body={"messages": []})
-    several: dict[str, Any]
+    several: Any
     for several in ({"n": 2}, {"extra_body": {"n": 2}}):
         with pytest.raises(ValueError, match="n is 2; an answer is one text"):
             flow.ask(user("?"), **several)
@@ -288,11 +266,8 @@ async def test_extra_body_is_part_of_the_body(flow: Workflow, engine: Engine) ->
 async def test_tool_calls_of_an_answer_are_available(flow: Workflow) -> None:
     answer = flow.ask(user("?"), model="tool_calls", tools=[{"type": "function"}])
     assert await answer == "" and answer.finish_reason == "tool_calls"
-    functions = [call["function"] for call in answer.tool_calls]
-    assert [call["id"] for call in answer.tool_calls] == ["c0", "c1"]
-    look, walk = functions
-    assert (look["name"], json.loads(look["arguments"])) == ("look", {"at": "it"})
-    assert walk == {"name": "walk", "arguments": "{}"}
+    calls = [(call["id"], *call["function"].values()) for call in answer.tool_calls]
+    assert calls == [("c0", "look", '{"at": "it"}'), ("c1", "walk", "{}")]
 
 
 async def test_an_error_that_nobody_awaited_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -304,7 +279,7 @@ async def test_an_error_that_nobody_awaited_is_logged(caplog: pytest.LogCaptureF
         flow.ask(user("?"), model="stop", name="cancelled").cancel()
         with pytest.raises(BadAnswer):
             await awaited
-    # The reader's failure is that of what it read.
+    # The reader fails with the failure of the text that it reads.
     failed = [each.getMessage().split()[0] for each in caplog.records]
     assert failed == ["lost", "reader"]
 
@@ -373,13 +348,12 @@ async def test_a_problem_of_rendering_is_logged_once(
                 answer = flow.ask(user(f"{text}"))
                 await until(lambda: len(engine.rendered) > number)  # noqa: B023
             await answer
-    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
-    assert len([event for event in events if isinstance(event, LinkDeclined)]) == 3
+    assert len(warnings(caplog)) == 1 and len(of_kind(events, LinkDeclined)) == 3
     assert [note.kind for note in flow.report.notes] == ["declined"] * 3
     assert len(flow.report.calls) == 3
 
 
-async def test_requests_are_in_the_namespace_of_the_client() -> None:
+async def test_requests_are_in_the_clients_namespace() -> None:
     namespace = {"cache_salt": "tenant"}
     async with (
         hung_engine() as engine,
@@ -390,7 +364,6 @@ async def test_requests_are_in_the_namespace_of_the_client() -> None:
         flow.expect(user(f"Read {draft}"))
         await engine.until("open")
         await flow.ask(user("?"))
-    (opened,) = [body for route, body in engine.requests if route == "open"]
-    (chat,) = [body for route, body in engine.requests if route == "chat"]
+    (opened,), (chat,) = engine.bodies("open"), engine.bodies("chat")
     for body in (opened, chat):
         assert (body["cache_salt"], body["model"]) == ("tenant", "base:adapter")

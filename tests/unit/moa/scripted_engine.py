@@ -23,9 +23,9 @@ from tests.unit.engine.faulty_engine import (
 
 NOWHERE = "http://127.0.0.1:9"
 PROMPT = AggregationPrompt("question-first", "Weigh:")
-# What a model writes: pieces of text, ("thought", text) for thought that the engine's parser has
-# separated, and ("end", how) if it does not end as it should: "cut" or "hang", "abort", or "no
-# usage" after its finish reason.
+# The answer of a model: pieces of text, ("thought", text) for thought that the engine's parser has
+# separated, and ("end", how) for an odd end: "cut", "hang", "abort", or "no usage" after the finish
+# reason.
 Script = Sequence[str | tuple[str, str]]
 
 
@@ -36,7 +36,7 @@ class ScriptedEngine:
     it has written if a request asks for that. The model ``strict`` refuses such requests.
 
     Attributes:
-        bodies: the bodies of the requests so far.
+        bodies: the bodies of the requests for answers so far.
     """
 
     def __init__(self, url: str, scripts: Mapping[str, Script]) -> None:
@@ -59,15 +59,15 @@ class ScriptedEngine:
                 self.bodies.append(body)
                 if body.get("temperature", 1) < 0:
                     await send(client, 400, {"error": {"message": "too cold", "code": "bad"}})
-                    return
-                if body["model"] == "strict" and "continuous_usage_stats" in body["stream_options"]:
+                elif (
+                    body["model"] == "strict" and "continuous_usage_stats" in body["stream_options"]
+                ):
                     message = "Unknown parameter: 'stream_options.continuous_usage_stats'."
                     await send(client, 400, {"error": {"message": message, "code": "unknown"}})
-                    return
-                if body["model"] == "down":
+                elif body["model"] == "down":
                     await send(client, 503, {"error": {"message": "full", "code": "full"}})
-                    return
-                await self._answer(client, self._scripts[body["model"]], body)
+                else:
+                    await self._answer(client, self._scripts[body["model"]], body)
 
     async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:
         await start_events(client)
@@ -112,6 +112,6 @@ async def scripted_engine(
 def mix(
     client: EngineClient, first: Sequence[str | Model], last: str | Model, **more: Any
 ) -> MixtureOfAgents:
-    """Make a mixture of proposers and an aggregator, some given by the name of their script."""
+    """Make a mixture of proposers and an aggregator: models, or names of scripts."""
     models = [one if isinstance(one, Model) else Model(client, one) for one in (*first, last)]
     return MixtureOfAgents([models[:-1], models[-1:]], prompt=PROMPT, **more)

@@ -10,10 +10,10 @@ import pytest
 
 from flashmoa.engine import EngineClient, EngineSettings
 from flashmoa.moa import Debate, EarlyExit, Limits, Model, Staircase
-from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
+from tests.unit.events import of_kind
+from tests.unit.moa.embedders import Embedder
 from tests.unit.moa.scripted_engine import NOWHERE, PROMPT, Script, mix, scripted_engine
-from tests.unit.moa.test_early_exit import embedding
 
 SCRIPTS: dict[str, Script] = {
     "parsed": [("thought", "Hm, "), ("thought", "17."), "It is ", "18."],
@@ -49,27 +49,21 @@ async def test_agent_that_only_thinks_has_not_answered() -> None:
     assert result.substitution is not None and result.substitution.kind == "answer"
 
 
-async def test_early_exit_compares_answers_without_thought() -> None:
-    texts: list[str] = []
-
-    class RecordingEmbedder:
-        async def embed(self, text: str) -> Embedding:
-            texts.append(text)
-            return embedding(1, 3)
-
-    policy = EarlyExit(RecordingEmbedder(), tau=1.0, rule="threshold", threshold=0.1)
+async def test_early_exit_compares_no_thought() -> None:
+    embedder = Embedder()
+    policy = EarlyExit(embedder, tau=1.0, rule="threshold", threshold=0.1)
     async with scripted_engine(SCRIPTS) as (_, client):
         mixture = mix(client, ["parsed", "parsed", "hung"], "plain", early_exit=policy)
         with anyio.fail_after(20):
             result = await mixture.answer("?")
-    assert texts == ["It is 18."] * 2
+    assert embedder.texts == ["It is 18."] * 2
     assert result.decisions[-1].left and result.deciding > 0
     # The thought's tokens are less likely than the answer's.
     confidences = [record.confidence for record in result.layers[0][:2]]
     assert confidences == pytest.approx([math.exp(-1)] * 2)
 
 
-async def test_broken_answer_is_continued_by_another_engine() -> None:
+async def test_another_engine_continues_a_broken_answer() -> None:
     events: list[Event] = []
     async with (
         scripted_engine({"m": SCRIPTS["cut"], "plain": SCRIPTS["plain"]}) as (_, broken),
@@ -85,8 +79,8 @@ async def test_broken_answer_is_continued_by_another_engine() -> None:
     assert body["continue_final_message"] and body["max_tokens"] == 8
     assert result.final.retries and result.final.engine == backup.url
     assert result.final.usage is not None and result.final.usage.completion_tokens == 3
-    # The event has what the last request used; the first one has an event of its failure.
-    usage = [event.usage for event in events if isinstance(event, CallFinished)][-1]
+    # The last event has the usage of the last request; the first request has failed.
+    usage = of_kind(events, CallFinished)[-1].usage
     assert usage is not None and (usage.completion_tokens, usage.cached_tokens) == (2, None)
 
 
@@ -101,7 +95,7 @@ async def test_request_that_is_wrong_is_not_repeated() -> None:
     assert [body["model"] for body in engine.bodies].count("cut") == 3
 
 
-async def test_request_that_no_engine_computed_costs_nothing() -> None:
+async def test_request_without_an_engine_costs_nothing() -> None:
     settings = EngineSettings(without_plugin="off")
     async with (
         EngineClient(NOWHERE, engine_settings=settings) as nowhere,

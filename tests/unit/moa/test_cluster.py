@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio
-import numpy as np
 import pytest
 
 from flashmoa import EngineClient, Text
 from flashmoa.moa import Limits, Model
 from flashmoa.moa.agent import Agent
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
-from flashmoa.moa.early_exit import EarlyExit, Embedding, ScoredAnswers
+from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
 from flashmoa.moa.settings import Quorum
+from tests.unit.moa.embedders import Embedder
 
-
-class WaitingEmbedder:
-    """An embedder that calls a function, and returns the same for all texts."""
-
-    def __init__(self, wait: Callable[[], Awaitable[object]]) -> None:
-        self.wait = wait
-
-    async def embed(self, text: str) -> Embedding:
-        await self.wait()
-        return np.ones((1, 4), dtype=np.float32)
-
-
-ENDLESS = EarlyExit(WaitingEmbedder(anyio.sleep_forever))
+ENDLESS = EarlyExit(Embedder(anyio.sleep_forever))
 
 
 def members(*texts: str | None) -> list[Member]:
@@ -63,9 +50,7 @@ async def run_cluster(
     return cluster
 
 
-async def test_deciding_counts_waits_for_other_decisions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_deciding_counts_waits_for_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
 
     async def two_seconds() -> None:
@@ -73,7 +58,7 @@ async def test_deciding_counts_waits_for_other_decisions(
         now += 2
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    policy = EarlyExit(WaitingEmbedder(two_seconds), rule="threshold", threshold=0)
+    policy = EarlyExit(Embedder(two_seconds), rule="threshold", threshold=0)
     cluster = await run_cluster(members("one", "two", None), policy)
     # The second answer was complete at once, but was scored after the first.
     assert [decision.seconds for decision in cluster.decisions] == [2, 4]
@@ -93,7 +78,7 @@ async def test_decisions_end_when_no_answer_can_come(others: list[str | None]) -
     assert not cluster.decisions
 
 
-async def test_the_next_answer_streams_while_one_is_scored() -> None:
+async def test_an_answer_streams_while_one_is_scored() -> None:
     agents = members("one", None, None)
     async with anyio.create_task_group() as group:
         group.start_soon(run_cluster, agents, ENDLESS)
@@ -104,7 +89,7 @@ async def test_the_next_answer_streams_while_one_is_scored() -> None:
         group.cancel_scope.cancel()
 
 
-async def test_an_agent_that_another_cluster_reads_goes_on() -> None:
+async def test_an_agent_with_another_reader_goes_on() -> None:
     agents = members("one", None)
     Cluster([Member(agents[1].agent, [])], anyio.sleep_forever)
     agents[0].agent.asked.set()
@@ -112,7 +97,7 @@ async def test_an_agent_that_another_cluster_reads_goes_on() -> None:
     assert agents[1].used is False and not agents[1].agent.is_over
 
 
-async def test_quorum_leaves_out_the_others_once_enough_came() -> None:
+async def test_quorum_leaves_out_late_answers() -> None:
     agents = members("one", None, None)
     agents[2].agent.asked.set()
     async with anyio.create_task_group() as group:
@@ -124,7 +109,7 @@ async def test_quorum_leaves_out_the_others_once_enough_came() -> None:
     assert await agents[2].slots[0].text == "" and not agents[2].agent.record.problem
 
 
-async def test_answers_are_copied_before_their_room_is_known() -> None:
+async def test_answers_are_copied_before_room_is_known() -> None:
     agents, known = members("one", None), anyio.Event()
     cluster = Cluster(agents, find_room=cast("Any", known.wait), room_timeout=60)
     async with anyio.create_task_group() as group:

@@ -200,9 +200,7 @@ def test_an_agent_may_name_its_models_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("lora_path", "x"), ("models", ["x"])])
-def test_unknown_parameters_have_a_table_of_their_own(
-    tmp_path: Path, name: str, value: object
-) -> None:
+def test_unknown_parameters_have_their_own_table(tmp_path: Path, name: str, value: object) -> None:
     extra = f"max_tokens = 7\nextra_body = {{{name} = {value!r}}}"
     [careful, _] = read(tmp_path, SEVERAL.replace("max_tokens = 7", extra))
     assert careful.system.layers[0][0].sampling[name] == value
@@ -253,23 +251,16 @@ def test_an_error_names_the_key_and_its_table(
         read(tmp_path, SEVERAL.replace(old, new))
 
 
-TABLES = "models layers systems use engine limits quorum x"
+tables = st.sampled_from(["models", "layers", "systems", "use", "engine", "limits", "quorum", "x"])
 toml_values = st.recursive(
     st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(TABLES.split()), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(tables, inner, max_size=3),
     max_leaves=6,
 )
+names = st.sampled_from(["models", "layers", "systems", "kind", "debate", "early_exit", "x"])
 
 
-@given(
-    file=st.dictionaries(
-        st.sampled_from(["models", "layers", "systems", "kind", "debate", "early_exit", "x"]),
-        toml_values,
-    )
-)
+@given(file=st.dictionaries(names, toml_values))
 def test_any_file_is_read_or_refused(file: dict[str, object]) -> None:
     try:
         configs = read_tables(file)

@@ -30,19 +30,16 @@ def test_own_answers_are_assistant_messages() -> None:
         {"role": "assistant", "content": "four"},
         {"role": "user", "content": "Others:[three][five]"},
     ]
-    prompt_of_second = DebatePrompt(staircase_instruction="You are {number}:").on_staircase(1)
-    assert (prompt_of_second.layout, prompt_of_second.instruction) == (
-        "question-first",
-        "You are 2:",
-    )
-    assert prompt_of_second.title(3) == prompt.title(3) == "\n\nAnswer of debater 3:\n"
+    second = DebatePrompt(staircase_instruction="You are {number}:").on_staircase(1)
+    assert (second.layout, second.instruction) == ("question-first", "You are 2:")
+    assert second.title(3) == prompt.title(3) == "\n\nAnswer of debater 3:\n"
 
 
 def test_memory_keeps_all_rounds_or_the_last_one() -> None:
     rounds = [answer_forms("a", "b"), answer_forms("c", "d")]
     whole = DebatePrompt("Others:").for_reader(QUESTION, 0, rounds)
     assert roles(whole) == ["user", "assistant", "user", "assistant", "user"]
-    # Each prompt begins with the whole prompt of the round before.
+    # Each prompt begins with the whole prompt of the previous round.
     assert whole[:3] == DebatePrompt("Others:").for_reader(QUESTION, 0, rounds[:1])
     last = DebatePrompt("Others:", memory="last").for_reader(QUESTION, 0, rounds)
     assert roles(last) == ["user", "assistant", "user"] and last[1]["content"] == "c"
@@ -58,17 +55,9 @@ def test_a_staircase_names_what_needs_one_request() -> None:
     assert debate.in_one_request_for(form) == ["response_format"]
     assert Debate([strict, plain], 2, plain, staircase=steps).in_one_request_for() == ["regex"]
     assert Debate([plain, plain], 2, strict, staircase=steps).in_one_request_for() == ["regex"]
-    # The first round is written in one request in any case, and so is all of a usual debate.
+    # The first round and all rounds without a staircase are written in one request in any case.
     assert Debate([strict, plain], 1, plain, staircase=steps).in_one_request_for() == []
     assert Debate([strict, plain], 2, plain).in_one_request_for(form) == []
-
-
-def test_debate_needs_two_debaters_and_a_round() -> None:
-    model = Model(EngineClient("http://127.0.0.1:9"))
-    with pytest.raises(ValueError, match="at least two debaters; there are 1"):
-        Debate([model], 2, model)
-    with pytest.raises(ValueError, match="at least one round; rounds is 0"):
-        Debate([model, model], 0, model)
 
 
 @pytest.mark.parametrize("staircase", [None, Steps()])

@@ -20,12 +20,9 @@ from flashmoa.moa.early_exit import (
     frobenius_cosine,
     normalise,
 )
+from tests.unit.moa.embedders import Embedder, embedding
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def embedding(seed: int, rows: int, columns: int = 12) -> Embedding:
-    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
 
 
 def cosine_as_published(one: Embedding, other: Embedding) -> float:
@@ -61,29 +58,23 @@ def test_embedding_of_zeros_has_similarity_zero() -> None:
     assert frobenius_cosine(empty, normalise(embedding(1, 3, 4))) == 0
 
 
-@given(
-    st.lists(st.floats(0.01, 1), min_size=1, max_size=9),
-    st.integers(0, 1000),
-    st.floats(0.1, 1),
-)
-def test_score_equals_the_papers_formula(confidences: list[float], seed: int, tau: float) -> None:
-    dice = random.Random(seed)
-    count = len(confidences)
+confidences = st.lists(st.floats(0.01, 1), min_size=1, max_size=9)
+
+
+@given(confidences, st.integers(0, 1000), st.floats(0.1, 1))
+def test_score_equals_the_papers_formula(found: list[float], seed: int, tau: float) -> None:
+    dice, count = random.Random(seed), len(found)
     similar = [[1.0 if i == j else dice.random() for j in range(i + 1)] for i in range(count)]
-    weight = sum(confidences[i] * confidences[j] for i in range(count) for j in range(i + 1))
-    p = sum(
-        confidences[i] * confidences[j] * similar[i][j] for i in range(count) for j in range(i + 1)
-    )
-    p /= weight
+    pairs = {(i, j): found[i] * found[j] for i in range(count) for j in range(i + 1)}
+    p = sum(pairs[i, j] * similar[i][j] for i, j in pairs) / sum(pairs.values())
     b = min(1, max(0, 1 - abs(p - tau) / tau))
-    c = math.sqrt(sum(value**2 for value in confidences) / count)
-    below = [row[:-1] for row in similar]
-    found = compute_quality(confidences, below, tau=tau, diagonal=True)
-    assert found.agreement == pytest.approx(p)
-    assert found.score == pytest.approx(math.sqrt(c * b))
+    c = math.sqrt(sum(value**2 for value in found) / count)
+    quality = compute_quality(found, [row[:-1] for row in similar], tau=tau, diagonal=True)
+    assert quality.agreement == pytest.approx(p)
+    assert quality.score == pytest.approx(math.sqrt(c * b))
 
 
-def test_single_answer_scores_only_with_the_diagonal() -> None:
+def test_one_answer_scores_with_the_diagonal() -> None:
     alone = compute_quality([0.8], [[]], tau=0.7, diagonal=True)
     assert alone.agreement == 1 and alone.score == pytest.approx(math.sqrt(0.8 * (1 - 0.3 / 0.7)))
     assert compute_quality([0.8], [[]], tau=0.7, diagonal=False).score == 0
@@ -95,16 +86,9 @@ def test_confidence_is_the_geometric_mean() -> None:
     assert confidence([]) == 0
 
 
-class LengthEmbedder:
-    """An embedder that only knows the length of a text."""
-
-    async def embed(self, text: str) -> Embedding:
-        return embedding(len(text), 5)
-
-
 @pytest.mark.parametrize("rule", ["sample", "threshold"])
 async def test_exit_when_answers_are_confident_and_agree(rule: str) -> None:
-    policy = EarlyExit(LengthEmbedder(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]
+    policy = EarlyExit(Embedder(), tau=1.0, rule=rule, threshold=0.9)  # type: ignore[arg-type]
 
     async def run(texts: list[str], logprob: float) -> list[bool]:
         answers = ScoredAnswers(policy, random.Random(policy.seed), len(texts) + 1)
@@ -120,9 +104,9 @@ async def test_exit_when_answers_are_confident_and_agree(rule: str) -> None:
 def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     (name, value), *_ = wrong.items()
     with pytest.raises(ValueError, match=f"{name}\n.*input_value={value}"):
-        EarlyExit(LengthEmbedder(), **wrong)
+        EarlyExit(Embedder(), **wrong)
 
 
 def test_as_published_leaves_with_one_answer() -> None:
-    published = EarlyExit.as_published(LengthEmbedder())
+    published = EarlyExit.as_published(Embedder())
     assert published.diagonal and published.min_answers == 1

@@ -46,7 +46,7 @@ async def test_context_is_the_models_and_not_its_engines(
         assert await Model(client, name).context_length() == expected
 
 
-async def test_a_tool_call_needs_room_without_content(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tool_call_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
     set_numbers(monkeypatch, context_length=100_000)
     call = {"id": "1", "function": {"name": "look", "arguments": '{"at": "stars"}'}}
     prompt = [

@@ -42,14 +42,14 @@ def test_question_first_puts_answers_at_the_end() -> None:
     assert talk[-1]["content"] == "What is 1 + 1?\n[1]two\nNow you:"
 
 
-@pytest.mark.parametrize("question", [[], [{"role": "assistant", "content": "Hello!"}], TALK[:1]])
-def test_question_must_end_with_a_user_message(question: list[dict[str, str]]) -> None:
-    with pytest.raises(ValueError, match="last message"):
-        AggregationPrompt().messages(question, [])
+def test_question_must_end_with_a_user_message() -> None:
+    for question in ([], [{"role": "assistant", "content": "Hello!"}], TALK[:1]):
+        with pytest.raises(ValueError, match="last message"):
+            AggregationPrompt().messages(question, [])
 
 
 @given(st.lists(st.integers(0, 50), max_size=9), st.integers(-5, 300))
-def test_fair_shares_cut_the_longest_to_one_length(lengths: list[int], room: int) -> None:
+def test_fair_shares_cut_the_longest(lengths: list[int], room: int) -> None:
     shares = fair_shares(lengths, room)
     assert sum(shares) <= max(0, room)
     assert all(0 <= share <= length for share, length in zip(shares, lengths, strict=True))
@@ -68,8 +68,6 @@ async def flow() -> AsyncGenerator[Workflow]:
 def test_chunks_grow_up_to_the_largest_chunk() -> None:
     assert list(islice(Steps().sizes(), 7)) == [8, 16, 32, 64, 128, 128, 128]
     assert list(islice(Steps(4, 1.5, 10).sizes(), 4)) == [4, 6, 9, 10]
-    with pytest.raises(ValueError, match=r"first\n.*greater than or equal to 1"):
-        Steps(first=0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from flashmoa.link.pending_request import PendingRequest
 from flashmoa.moa import Limits, MixtureOfAgents, Model, Staircase
 from flashmoa.moa.agent import StopFilter
 from flashmoa.observe import CallFinished, Event
+from tests.unit.events import of_kind
 from tests.unit.moa.scripted_engine import scripted_engine
 
 
@@ -83,7 +84,7 @@ async def test_chunks_are_counted_by_the_engine_or_in_deltas(model: str) -> None
 
 # The first part has 8 tokens. It is all thought, or thought and a line break.
 @pytest.mark.parametrize("begin", [[("thought", "a ")] * 20, [*[("thought", "a ")] * 7, "\n"]])
-async def test_a_thinking_agent_is_asked_until_it_answers(
+async def test_a_thinking_agent_is_asked_again(
     requests: RecordedRequests, begin: list[Any]
 ) -> None:
     last = [*begin, *(f"w{number} " for number in range(12))]
@@ -95,7 +96,7 @@ async def test_a_thinking_agent_is_asked_until_it_answers(
     assert asked[0]["messages"] == asked[1]["messages"]
     assert "continue_final_message" not in asked[1]
     assert "w0 w1 w2 w3 w4 w5 w6 w7 " in result.text and "a a" not in result.text
-    # The next round keeps its stream, which a first piece of white space has announced.
+    # A first piece of white space has announced the next round, which keeps its stream.
     names = [pending._agent for pending in requests.announced]
     assert len(names) > 1 and len(set(names)) == len(names)
 
@@ -110,18 +111,18 @@ async def test_each_round_and_event_has_its_own_text() -> None:
         result = await stairs.answer("Count.")
     steps = [step.text for step in result.final.steps]
     assert len(steps) > 1 and "".join(steps) == result.text and result.text.endswith("E")
-    calls = [one for one in events if isinstance(one, CallFinished) and one.agent[0] == "2"]
-    assert [call.text for call in calls] == [*steps[:-1], steps[-1].removesuffix("E")]
+    texts = [call.text for call in of_kind(events, CallFinished) if call.agent[0] == "2"]
+    assert texts == [*steps[:-1], steps[-1].removesuffix("E")]
 
 
 @pytest.mark.parametrize("is_staircase", [True, False])
-async def test_prompts_are_rendered_with_all_their_fields(
+async def test_prompts_are_rendered_with_their_fields(
     monkeypatch: pytest.MonkeyPatch, is_staircase: bool
 ) -> None:
     rendered: list[dict[str, Any]] = []
 
-    async def render(_: EngineClient, messages: Any, **fields: Any) -> str:
-        rendered.append(fields)
+    async def render(_: EngineClient, messages: Any, **given: Any) -> str:
+        rendered.append(given)
         return "".join(message["content"] for message in messages)
 
     monkeypatch.setattr(EngineClient, "render", render)
@@ -134,10 +135,10 @@ async def test_prompts_are_rendered_with_all_their_fields(
     assert rendered and all(each == fields for each in rendered)
 
 
-@given(
-    st.text("ab.", max_size=20),
-    st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
-)
+stop_texts = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3)
+
+
+@given(st.text("ab.", max_size=20), stop_texts)
 def test_text_ends_before_the_first_stop_text(text: str, stops: list[str]) -> None:
     ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
     expected = text

@@ -20,7 +20,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Program]:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeServer:
-    """Return a server; with ``both_clients`` one for each kind of clients."""
+    """Return a server; with ``both_clients`` one for each kind of client."""
     server = serve(monkeypatch)
     server.is_blocking = getattr(request, "param", False)
     return server

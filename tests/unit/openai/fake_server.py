@@ -6,14 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, Self
@@ -23,6 +16,7 @@ import pytest
 
 from flashmoa._concurrency import running_loop
 from flashmoa.engine.wire import CALL_HEADER
+from flashmoa.link.calls import CallObserver, CallResult
 from flashmoa.observe import Event
 from flashmoa.openai import AsyncOpenAI, OpenAI, run
 from tests.unit.engine.faulty_engine import CHANNEL
@@ -34,7 +28,7 @@ WORDS = ["The ", "quick ", "brown ", "fox."]
 TEXT = "".join(WORDS)
 MESSAGES: Any = [{"role": "user", "content": "Go."}]
 _BASE = {"id": "c1", "created": 1, "model": "m"}
-# Returns the answer to a chat completion, given its body.
+# Returns the answer to a chat completion with this body.
 Chat = Callable[[dict[str, Any]], httpx.Response]
 
 both_clients = pytest.mark.parametrize(
@@ -57,7 +51,7 @@ class Channel(httpx.AsyncByteStream):
 
     @property
     def is_read(self) -> bool:
-        """Whether the client has taken all that was told."""
+        """Whether the client has read all lines."""
         return self._read == self._told
 
     def tell(self, *lines: Mapping[str, Any]) -> None:
@@ -87,10 +81,10 @@ class FakeServer:
     Attributes:
         requests: requests so far, as (path, body, headers), except requests for channels.
         contents: the bodies of requests for answers so far, as they came.
-        told: returns the words of a whole answer that it tells on a channel before it gives the
-            answer. ``None`` if it has no channels.
-        awaits_channels: whether a call's channel is going to be opened, and waited for.
-        channels: channels that clients have asked for so far, with their ids.
+        told: returns the words of a whole answer. It tells the words on a channel before it gives
+            the answer. ``None`` if it has no channels.
+        awaits_channels: whether it waits until a call's channel is open.
+        channels: the requested channels so far, with their ids.
         chat: answers chat completions.
         response: answers requests of the Responses API.
         is_blocking: whether its clients are synchronous.
@@ -105,10 +99,10 @@ class FakeServer:
         self.channels: list[tuple[str, Channel]] = []
         self.chat: Chat = lambda body: stream(chunks()) if body.get("stream") else whole()
         self.response: Chat = self.chat
-        self._ids = itertools.count()
+        self._ids: Iterator[int] = itertools.count()
 
     def client(self, **more: Any) -> Any:
-        """Return an asynchronous client, or a synchronous one that looks like that."""
+        """Return an asynchronous client, or a synchronous client that looks like one."""
         if self.is_blocking:
             return Blocking(self.blocking_client(**more))
         return AsyncOpenAI(base_url=URL, max_retries=0, **more)
@@ -116,9 +110,14 @@ class FakeServer:
     def blocking_client(self, **more: Any) -> OpenAI:
         return OpenAI(base_url=URL, max_retries=0, **more)
 
-    def chats(self) -> list[dict[str, Any]]:
-        """Return the bodies of the chat completions so far."""
-        return [body for path, body, _ in self.requests if path.endswith("/chat/completions")]
+    def bodies(self, end: str = "/chat/completions") -> list[dict[str, Any]]:
+        """Return the bodies of the requests so far whose paths end so."""
+        return [body for path, body, _ in self.requests if path.endswith(end)]
+
+    def headers(self, *ends: str) -> list[httpx.Headers]:
+        """Return the headers of the requests so far whose paths end so, by default of chats."""
+        ends = ends or ("/chat/completions",)
+        return [headers for path, _, headers in self.requests if path.endswith(ends)]
 
     def forget(self) -> None:
         """Forget the requests so far, and the channels that are closed."""
@@ -129,7 +128,7 @@ class FakeServer:
     def answer(self, request: httpx.Request) -> httpx.Response:
         body: dict[str, Any] = json.loads(request.content or b"{}")
         path = request.url.path
-        if request.method == "GET":  # It says nothing of itself.
+        if request.method == "GET":  # It does not describe itself.
             return httpx.Response(404)
         self.requests.append((path, body, httpx.Headers(request.headers)))
         if path.endswith(("/chat/completions", "/responses")):
@@ -210,9 +209,35 @@ async def _each(items: Iterable[Any]) -> AsyncIterator[Any]:
         yield item
 
 
-def serve(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+class Recorder(CallObserver):
+    """Keeps the news of a call whose prompt is in a stream.
+
+    Args:
+        failing: names of its methods that raise instead.
+    """
+
+    prompt_stream_id = "s"
+
+    def __init__(self, *failing: str) -> None:
+        super().__init__()
+        self.found: list[str | CallResult | BaseException] = []
+        self.on_text = self.on_finish = self.on_failure = self.found.append  # type: ignore[assignment]
+        for name in failing:
+            setattr(self, name, self._fail)
+
+    def _fail(self, *_: object) -> None:
+        raise ZeroDivisionError
+
+    def pieces(self) -> list[str]:
+        """Return the pieces of the text so far."""
+        return [each for each in self.found if isinstance(each, str)]
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, *, same_ids: bool = False) -> FakeServer:
     """Return a server that gets all requests of httpx."""
     server = FakeServer()
+    if same_ids:  # Pydantic keeps the last thousands of short strings that it reads.
+        server._ids = itertools.repeat(0)
 
     async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
         await request.aread()
@@ -275,18 +300,23 @@ def chunks() -> list[dict[str, Any]]:
     return [*(chunk({"content": word}) for word in WORDS), chunk({}, "stop")]
 
 
+def lines_of(events: Iterable[dict[str, Any]], *, is_whole: bool = True) -> list[bytes]:
+    """Return the bytes of events, if ``is_whole`` with their end."""
+    lines = [*map(json.dumps, events), *(["[DONE]"] if is_whole else [])]
+    return [f"data: {line}\n\n".encode() for line in lines]
+
+
 def stream(events: Iterable[dict[str, Any]]) -> httpx.Response:
     """Answer with events."""
-    lines = [json.dumps(event) for event in events]
-    return in_pieces([f"data: {line}\n\n".encode() for line in [*lines, "[DONE]"]])
+    return in_pieces(lines_of(events))
 
 
 def in_pieces(
-    pieces: Iterable[bytes], kind: str = "text/event-stream", **headers: str
-) -> httpx.Response:
-    """Answer with bytes that arrive in pieces."""
+    pieces: Iterable[bytes], kind: str = "text/event-stream", http: Any = httpx, **headers: str
+) -> Any:
+    """Answer with bytes that arrive in pieces, by default to httpx."""
 
-    class Pieces(httpx.AsyncByteStream, httpx.SyncByteStream):
+    class Pieces(http.AsyncByteStream, http.SyncByteStream):
         def __iter__(self) -> Iterator[bytes]:
             yield from pieces
 
@@ -294,4 +324,4 @@ def in_pieces(
             for piece in pieces:
                 yield piece
 
-    return httpx.Response(200, headers={"content-type": kind, **headers}, stream=Pieces())
+    return http.Response(200, headers={"content-type": kind, **headers}, stream=Pieces())

@@ -22,6 +22,7 @@ from flashmoa.link.learned_runs import Program
 from flashmoa.observe import CallFailed, CallFinished, Event, LinkOpened
 from flashmoa.openai import OpenAI, agent, instrument, run
 from flashmoa.openai import runs as _runs
+from tests.unit.events import of_kind
 from tests.unit.openai.fake_server import (
     MESSAGES,
     TEXT,
@@ -29,7 +30,7 @@ from tests.unit.openai.fake_server import (
     FakeServer,
     chunks,
     in_pieces,
-    stream,
+    lines_of,
     whole,
 )
 
@@ -51,7 +52,7 @@ def ask(client: openai.OpenAI, content: str, **more: Any) -> str:
 
 
 def recorded(programs: dict[str, Program]) -> dict[str, int]:
-    """Return how many calls were learned of each program."""
+    """Return the number of calls that were learned of each program."""
     return {name: len(program.recorded) for name, program in programs.items()}
 
 
@@ -99,15 +100,14 @@ def test_a_second_run_is_linked(
     stock = openai.OpenAI(base_url=f"{URL}/v1", api_key="none")
     with server.blocking_client() if kind == "own" else instrument(stock) as client:
         first, second = (play(server, client, is_linked=each) for each in (False, True))
-    assert not [event for event in first if isinstance(event, LinkOpened)]
-    assert {event.agent for event in second if isinstance(event, LinkOpened)} == {"reader"}
-    sent = [headers for path, _, headers in server.requests if path.endswith("/completions")]
-    streams = [headers.get(STREAM_HEADER) for headers in sent]
+    assert not of_kind(first, LinkOpened)
+    assert {event.agent for event in of_kind(second, LinkOpened)} == {"reader"}
+    streams = [headers.get(STREAM_HEADER) for headers in server.headers()]
     assert streams[:3] == [None] * 3 and streams[3] is not None
-    assert len({headers[CALL_HEADER] for headers in sent}) == 4
-    # Of a run with links one channel, which the run closes.
+    assert len({headers[CALL_HEADER] for headers in server.headers()}) == 4
+    # A run with links opens one channel, and closes it.
     assert [channel.is_open for _, channel in server.channels] == [False]
-    assert [event.text for event in second if isinstance(event, CallFinished)] == [DAY * DAYS, TEXT]
+    assert [event.text for event in of_kind(second, CallFinished)] == [DAY * DAYS, TEXT]
     assert not caplog.records
 
 
@@ -122,6 +122,11 @@ def test_a_run_decorates_functions(server: FakeServer, programs: dict[str, Progr
 
 
 def test_a_run_that_fails_is_not_learned(server: FakeServer, programs: dict[str, Program]) -> None:
+    def answers() -> Generator[str]:
+        with run("generator"):
+            yield ask(client, "Go.")
+            yield ask(client, "Go on.")
+
     once = run("fails")
     with server.blocking_client() as client:
         with pytest.raises(ZeroDivisionError), once:
@@ -130,22 +135,11 @@ def test_a_run_that_fails_is_not_learned(server: FakeServer, programs: dict[str,
         assert recorded(programs) == {"fails": 0}
         with once, pytest.raises(RuntimeError, match="has not ended"), once:
             pass
-    assert recorded(programs) == {"fails": 0}
-
-
-def test_a_generator_that_is_left_ends_its_run(
-    server: FakeServer, programs: dict[str, Program]
-) -> None:
-    def answers() -> Generator[str]:
-        with run("generator"):
-            yield ask(client, "Go.")
-            yield ask(client, "Go on.")
-
-    with server.blocking_client() as client:
+        # A generator that is left ends its run, too.
         made = answers()
         assert next(made) == TEXT
         made.close()
-    assert recorded(programs) == {"generator": 0}
+    assert recorded(programs) == {"fails": 0, "generator": 0}
 
 
 def test_a_program_that_never_leaves_its_run_ends() -> None:
@@ -178,13 +172,16 @@ from tests.unit.openai.test_blocking_runs import ask, recorded
 parent = os.getpid()
 client = serve(pytest.MonkeyPatch()).blocking_client()
 
-def work():
-    signal.alarm(30)  # Its parent sees that it did not end by itself.
+def ask_thrice():
     with ThreadPoolExecutor() as pool:
         assert [ask(client, "Go."), *pool.map(ask, [client] * 2, "ab")] == [TEXT] * 3
+
+def work():
+    signal.alarm(30)  # Its parent sees that it did not end by itself.
+    ask_thrice()
     assert recorded(_runs._programs) == {"forked": 0}
-    with run("own"), ThreadPoolExecutor() as pool:
-        assert [ask(client, "Go."), *pool.map(ask, [client] * 2, "ab")] == [TEXT] * 3
+    with run("own"):
+        ask_thrice()
     assert recorded(_runs._programs) == {"forked": 0, "own": 3}
 
 def fork():
@@ -215,7 +212,7 @@ assert os.getpid() != parent or recorded(_runs._programs) == {"forked": 1}
 
 
 @pytest.mark.parametrize("way", ["multiprocessing", "thread", "os.fork"])
-def test_a_process_forked_within_a_run_runs_unlinked(way: str) -> None:
+def test_a_forked_process_runs_unlinked(way: str) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING, way]
     ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -223,9 +220,7 @@ def test_a_process_forked_within_a_run_runs_unlinked(way: str) -> None:
     assert "was forked within a run" in warning
 
 
-def test_the_threads_of_a_pool_are_in_the_only_run(
-    server: FakeServer, programs: dict[str, Program]
-) -> None:
+def test_threads_are_in_the_only_run(server: FakeServer, programs: dict[str, Program]) -> None:
     with ThreadPoolExecutor() as pool, server.blocking_client() as client:
         ask(client, "Go.")
         with run("pool"):
@@ -234,7 +229,7 @@ def test_the_threads_of_a_pool_are_in_the_only_run(
     assert recorded(programs) == {"pool": 4}
 
 
-def test_a_threads_call_is_in_the_run_of_its_context(
+def test_a_threads_call_is_in_its_contexts_run(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     both, done = threading.Barrier(2, timeout=10), threading.Barrier(2, timeout=10)
@@ -250,14 +245,13 @@ def test_a_threads_call_is_in_the_run_of_its_context(
 
     with server.blocking_client() as client, ThreadPoolExecutor() as pool:
         list(pool.map(program, "ab"))
-    contents = {
-        name: [call.request.messages[0]["content"] for call in program.recorded.values()]
-        for name, program in programs.items()
-    }
-    assert contents == {name: [f"{name}: with it", f"{name}: itself"] for name in "ab"}
+    assert programs.keys() == {"a", "b"}
+    for name, program in programs.items():
+        contents = [call.request.messages[0]["content"] for call in program.recorded.values()]
+        assert contents == [f"{name}: with it", f"{name}: itself"]
 
 
-def test_an_event_loop_is_not_in_another_threads_run(
+def test_a_loop_is_not_in_another_threads_run(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     """It may serve somebody else's requests."""
@@ -273,7 +267,7 @@ def test_an_event_loop_is_not_in_another_threads_run(
     assert recorded(programs) == {"other": 1}
 
 
-def test_a_call_is_answered_while_its_loop_is_blocked(
+def test_a_call_is_answered_in_a_blocked_loop(
     server: FakeServer, programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_runs, "_LOOP_TIMEOUT_SECONDS", 0.01)
@@ -295,16 +289,6 @@ def test_a_call_is_answered_while_its_loop_is_blocked(
     assert blocked.has_failed and free.answer == TEXT
 
 
-def test_a_stream_that_is_left_early_has_failed(server: FakeServer) -> None:
-    events: list[Event] = []
-    with server.blocking_client() as client, run("left", listener=events.append):
-        create: Any = client.chat.completions.create
-        with create(model="m", messages=MESSAGES, stream=True) as answer:
-            assert next(answer).choices[0].delta.content
-    (failed,) = [event for event in events if isinstance(event, CallFailed)]
-    assert "not read to its end" in failed.error
-
-
 def test_a_stream_may_be_read_after_its_run(server: FakeServer) -> None:
     with server.blocking_client() as client:
         create: Any = client.chat.completions.create
@@ -315,7 +299,7 @@ def test_a_stream_may_be_read_after_its_run(server: FakeServer) -> None:
 
 def test_an_interrupt_ends_the_run(server: FakeServer, programs: dict[str, Program]) -> None:
     def interrupted() -> Generator[bytes]:
-        yield stream(chunks()[:1]).read()[:40]
+        yield lines_of(chunks())[0][:40]
         raise KeyboardInterrupt
 
     events: list[Event] = []
@@ -324,9 +308,7 @@ def test_an_interrupt_ends_the_run(server: FakeServer, programs: dict[str, Progr
         with run("interrupted", listener=events.append):
             ask(client, "Go.")
         raise AssertionError
-    assert [each.error_type for each in events if isinstance(each, CallFailed)] == [
-        "KeyboardInterrupt"
-    ]
+    assert [each.error_type for each in of_kind(events, CallFailed)] == ["KeyboardInterrupt"]
     assert recorded(programs) == {"interrupted": 0}
 
 

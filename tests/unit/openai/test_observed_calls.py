@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from agent_framework import Message
-from autogen_core.models import ModelFamily, ModelInfo, UserMessage
+from autogen_core.models import UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import AsyncOpenAI
 
 from flashmoa import EngineClient
 from flashmoa._concurrency import TaskHost
 from flashmoa.agent_framework import FlashMoAChatClient
-from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.frameworks.agent_framework import client as _client
 from flashmoa.link.calls import CallObserver, CallRequest, ObservedCall, current_attempts
@@ -28,35 +26,21 @@ from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.events import ignore
 from flashmoa.openai import OpenAI, run
 from flashmoa.openai.http import observe_completions
-from tests.unit.engine.faulty_engine import (
-    OTHER,
-    TEXT,
-    WORDS,
-    Fate,
-    FaultyEngine,
-    chunk,
-    faulty_engine,
-)
-from tests.unit.openai.fake_server import URL, serve
+from tests.unit.engine.faulty_engine import OTHER, TEXT, WORDS, Fate, FaultyEngine, faulty_engine
+from tests.unit.frameworks.autogen.teams import INFO, make_client
+from tests.unit.openai.fake_server import URL, Recorder, chunk, serve, stream
 from tests.unit.openai.fake_server import whole as whole_answer
 
 ASK = [UserMessage(content="Go.", source="user")]
-INFO = ModelInfo(
-    vision=False,
-    function_calling=False,
-    json_output=False,
-    family=ModelFamily.UNKNOWN,
-    structured_output=False,
-)
 # A timeout long enough for an answer without pauses, and short enough to wait for.
 BRIEF = httpx.Timeout(5.0, read=0.5)
-# Asks an engine, observed or not, with these options of OpenAI's client. Appends the answer.
+# Asks an engine, observed or not, with options of OpenAI's client. Appends the answer.
 Way = Callable[[list[Any], FaultyEngine, bool, dict[str, Any]], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the waiting time of half a second and more before OpenAI's client retries."""
+def retry_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have OpenAI's client retry at once, and not after half a second and more."""
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
@@ -64,32 +48,27 @@ def autogen(engine: FaultyEngine, *, is_stock: bool = False, **options: Any) -> 
     if is_stock:
         options |= {"base_url": f"{engine.url}/v1", "api_key": "x"}
         return OpenAIChatCompletionClient(model="m", model_info=INFO, **options)
-    return FlashMoAChatCompletionClient(model="m", model_info=INFO, base_url=engine.url, **options)
+    return make_client(engine.url, **options)
 
 
 def by_autogen(*, is_stream: bool = False, **own: Any) -> Way:
-    """Ask with the stock client, or with one that has other options of its own."""
+    """Ask with the stock client, or with FlashMoA's client and these options."""
 
     async def ask(
         got: list[Any], engine: FaultyEngine, is_observed: bool, options: dict[str, Any]
     ) -> None:
         options = {**options, **(own if is_observed else {})}
-        async with aclosing_client(autogen(engine, is_stock=not is_observed, **options)) as client:
+        client = autogen(engine, is_stock=not is_observed, **options)
+        try:
             if is_stream:
                 async for item in client.create_stream(ASK, include_usage=True):
                     got.append(getattr(item, "content", item))  # noqa: PERF401 - it may break off.
             else:
                 got.append((await client.create(ASK)).content)
+        finally:
+            await client.close()
 
     return ask
-
-
-@asynccontextmanager
-async def aclosing_client(client: Any) -> AsyncGenerator[Any]:
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 def by_agent_framework(*, is_stream: bool = False) -> Way:
@@ -177,24 +156,6 @@ def openai_of(engine: FaultyEngine, **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="x", **more)
 
 
-class Linked(CallObserver):
-    """Keeps the text of a call, whose prompt is in a stream."""
-
-    prompt_stream_id = "s"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: list[str] = []
-
-    def on_text(self, text: str) -> None:
-        self.pieces.append(text)
-
-
-class Failing(CallObserver):
-    def on_text(self, text: str) -> None:
-        raise ZeroDivisionError
-
-
 async def ask_observed(client: AsyncOpenAI, observer: CallObserver, **more: Any) -> Any:
     """Ask for an answer; return it, or its text if it is a stream."""
     observe_completions(client._client, current_attempts)
@@ -206,11 +167,10 @@ async def ask_observed(client: AsyncOpenAI, observer: CallObserver, **more: Any)
     return "".join([c.choices[0].delta.content or "" async for c in answer if c.choices])
 
 
-async def test_an_observed_answer_equals_an_unobserved_one() -> None:
+async def test_an_observed_answer_is_unchanged() -> None:
     async with faulty_engine() as engine, openai_of(engine) as stock, openai_of(engine) as ours:
         plain: Any = await stock.chat.completions.create(model="m", messages=[])
-        observer = Linked()
-        whole = await ask_observed(ours, observer)
+        whole = await ask_observed(ours, Recorder())
     assert whole.to_dict() == plain.to_dict()
     assert whole._request_id == plain._request_id == "r1"
     assert engine.contents[0] == engine.contents[1]
@@ -220,31 +180,28 @@ async def test_an_observed_answer_equals_an_unobserved_one() -> None:
     ("told", "passed_on"),
     [
         ([WORDS[:3], WORDS[:2], WORDS], WORDS),
-        # The text of an attempt that differs from the first one is not passed on.
+        # The text of an attempt that differs from the first attempt is not passed on.
         ([WORDS[:3], OTHER], WORDS[:3]),
         ([WORDS[:3], OTHER, WORDS], WORDS),
-        (
-            [["The", " q"], ["The quick"], ["T", "he quick ", "fox"]],
-            ["The", " q", "uick", " ", "fox"],
-        ),
+        ([["The", " q"], ["The qu"], ["T", "he qui", "ck"]], ["The", " q", "u", "i", "ck"]),
     ],
 )
-async def test_text_of_a_retried_request_is_passed_on_once(
+async def test_text_of_a_retried_request_passes_once(
     told: list[list[str]], passed_on: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attempt is told under an id of its own."""
-    server, observer, host = serve(monkeypatch), Linked(), TaskHost("Listening failed")
+    server, observer, host = serve(monkeypatch), Recorder(), TaskHost("Listening failed")
     attempts = iter(told)
     server.told = lambda _: next(attempts)
-    server.chat = lambda _: whole_answer() if len(server.chats()) == len(told) else broken()
+    server.chat = lambda _: whole_answer() if len(server.bodies()) == len(told) else broken()
     stock = AsyncOpenAI(base_url=f"{URL}/v1", api_key="x")
     async with EngineClient(URL) as engine, stock as client:
         observer.channel = CallChannel(engine, host)
         observer.channel.open()
         await ask_observed(client, observer)
         await host.close()
-    assert observer.pieces == passed_on
-    calls = [headers[CALL_HEADER] for path, _, headers in server.requests if "chat" in path]
+    assert observer.pieces() == passed_on
+    calls = [headers[CALL_HEADER] for headers in server.headers()]
     assert len(set(calls)) == len(calls) == len(told)
     assert len(set(server.contents)) == 1
 
@@ -257,19 +214,17 @@ async def test_a_shared_http_client_is_observed_once() -> None:
     async with httpx.AsyncClient() as http, faulty_engine() as engine:
         one, other = (openai_of(engine, http_client=http) for _ in range(2))
         for client in (one, other, one):
-            observer = Linked()
+            observer = Recorder()
             assert await ask_observed(client, observer, stream=True) == TEXT
-            assert observer.pieces == WORDS
+            assert observer.pieces() == WORDS
         for client in (one, one.with_options(max_retries=1)):
             create: Any = client.chat.completions.create
             async for _ in await create(model="m", messages=[], stream=True):
                 pass
-            assert observer.pieces == WORDS
+            assert observer.pieces() == WORDS
 
 
-async def test_a_patch_of_the_clients_send_still_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_patch_of_send_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     async with faulty_engine() as engine, openai_of(engine) as client:
         kind: Any = type(client._client)
@@ -281,25 +236,16 @@ async def test_a_patch_of_the_clients_send_still_works(
 
         observe_completions(client._client, current_attempts)
         monkeypatch.setattr(kind, "send", send)
-        assert (await ask_observed(client, Linked())).choices[0].message.content == TEXT
+        assert (await ask_observed(client, Recorder())).choices[0].message.content == TEXT
     assert seen == ["/v1/chat/completions"]
 
 
-async def test_a_failing_observer_does_not_repeat_a_stream(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with faulty_engine() as engine, openai_of(engine) as client:
-        assert await ask_observed(client, Failing(), stream=True) == TEXT
-    assert [body.get("stream") for body in engine.bodies] == [True]
-    assert caplog.text.count("An observer of a call failed") == 1
-
-
-async def test_a_failing_observer_of_a_heard_call_is_alone(
+async def test_a_failing_observer_harms_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, host = serve(monkeypatch), TaskHost("Listening failed")
     server.told = lambda _: WORDS
-    failing, linked = Failing(), Linked()
+    failing, linked = Recorder("on_text"), Recorder()
     stock = AsyncOpenAI(base_url=f"{URL}/v1", api_key="x")
     async with EngineClient(URL) as engine, stock as client:
         failing.channel = linked.channel = CallChannel(engine, host)
@@ -307,7 +253,7 @@ async def test_a_failing_observer_of_a_heard_call_is_alone(
         for observer in (failing, linked):
             assert (await ask_observed(client, observer)).choices
         await host.close()
-    assert linked.pieces == WORDS and len(server.channels) == 1 == 3 - len(server.chats())
+    assert linked.pieces() == WORDS and len(server.channels) == 1 == 3 - len(server.bodies())
     assert caplog.text.count("An observer of a call failed") == 1
 
 
@@ -315,32 +261,22 @@ async def test_a_failing_observer_of_a_heard_call_is_alone(
     ("fate", "note"), [(404, "is not an engine"), (401, "refuses this API key"), (500, None)]
 )
 @pytest.mark.parametrize("streams", [False, True])
-async def test_an_error_says_what_to_do_about_the_engine(
-    fate: Fate, note: str | None, streams: bool
-) -> None:
+async def test_an_error_says_what_to_do(fate: Fate, note: str | None, streams: bool) -> None:
     for way in (by_autogen(is_stream=streams), by_agent_framework(is_stream=streams)):
         async with faulty_engine(fate) as engine:
             with pytest.raises(Exception) as raised:
                 await way([], engine, True, {"max_retries": 0})
         notes = getattr(raised.value, "__notes__", [])
-        assert [note in text and engine.url in text for text in notes if note] == (
-            [True] if note else []
-        )
+        found = [note in text and engine.url in text for text in notes if note]
+        assert found == [True] * bool(note)
 
 
-async def test_agent_framework_streams_may_have_null_deltas(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_streams_may_have_null_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_client, "find_calling_executor", object)
     last = {"index": 0, "delta": None, "finish_reason": "stop"}
-    chunks = [chunk({"content": TEXT}), {**chunk({}), "choices": [last]}]
-
-    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        body = "".join(f"data: {json.dumps(event)}\n\n" for event in chunks)
-        return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=body)
-
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
-    async with FlashMoAChatClient("m", base_url="http://engine:30000") as client:
+    events = [chunk({"content": TEXT}), {**chunk({}), "choices": [last]}]
+    serve(monkeypatch).chat = lambda _: stream(events)
+    async with FlashMoAChatClient("m", base_url=URL) as client:
         workflow = WatchedWorkflow()
         client.linked_teams.add(workflow)  # type: ignore[arg-type]
         updates = client.get_response([Message("user", ["Go."])], stream=True)

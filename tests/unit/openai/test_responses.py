@@ -18,7 +18,8 @@ from flashmoa.link.calls import CallResult
 from flashmoa.observe import Event, LinkDeclined, LinkOpened, PromptSent
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
-from tests.unit.openai.fake_server import FakeServer
+from tests.unit.events import of_kind
+from tests.unit.openai.fake_server import FakeServer, in_pieces
 from tests.waiting import until
 
 TEXTS = st.text(max_size=6)
@@ -70,7 +71,7 @@ OUTPUTS = st.lists(
 
 
 @given(OUTPUTS, st.sampled_from(["completed", "incomplete", "failed"]), st.data())
-def test_an_answer_is_read_however_its_bytes_are_cut(
+def test_an_answer_is_read_from_any_pieces(
     output: list[dict[str, Any]], status: str, data: st.DataObject
 ) -> None:
     stream = events(status, *output)
@@ -111,7 +112,7 @@ def test_a_stream_that_breaks_off_has_no_result() -> None:
             b'{"status": "completed", "output": [null]}', b'{"status": "completed", "output": 1}'],
 )  # fmt: skip
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_odd_answers_are_no_problem_of_their_reader(odd: bytes, is_stream: bool) -> None:
+def test_odd_answers_are_no_problem(odd: bytes, is_stream: bool) -> None:
     reader = ResponseReader(is_stream=is_stream)
     reader.feed(b"data: %b\n\n" % odd if is_stream else odd)
     assert isinstance(reader.result(), CallResult | None)
@@ -125,8 +126,7 @@ async def ask(server: FakeServer, client: Any, text: str, **more: Any) -> str:
                  "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}  # fmt: skip
         if not body.get("stream"):
             return httpx.Response(200, json=whole)
-        content = events("completed", message(text))
-        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=content)
+        return in_pieces([events("completed", message(text))])
 
     server.response = answer
     found = await client.responses.create(model="m", **more)
@@ -139,7 +139,7 @@ async def ask(server: FakeServer, client: Any, text: str, **more: Any) -> str:
 async def test_calls_are_observed_and_expected_again(server: FakeServer, stream: bool) -> None:
     async def program(client: Any, task: str) -> list[str]:
         plan = await ask(server, client, f"A plan of {task}.", input=task, stream=stream)
-        await until(lambda: task == "Nepal" or any(isinstance(each, LinkOpened) for each in found))
+        await until(lambda: task == "Nepal" or of_kind(found, LinkOpened))
         parts = [{"role": "user", "content": f"Check:\n{plan}"}]
         check = ask(server, client, "Fine.", instructions="Check it.", input=parts, stream=stream)
         return [plan, await check]
@@ -152,16 +152,15 @@ async def test_calls_are_observed_and_expected_again(server: FakeServer, stream:
                 assert await program(client, task) == [f"A plan of {task}.", "Fine."]
     made = calls(found)
     assert [call.finished and call.finished.text for call in made] == ["A plan of Norway.", "Fine."]
-    prompts = [event.messages for event in found if isinstance(event, PromptSent)]
+    prompts = [event.messages for event in of_kind(found, PromptSent)]
     assert prompts[1] == [
         {"role": "instructions", "content": "Check it."},
         {"role": "user", "content": "Check:\nA plan of Norway."},
     ]
     # The server converts the request, so the server renders the prompt.
-    rendered = [body for path, body, _ in server.requests if path == "/render_response"]
+    rendered = server.bodies("/render_response")
     assert rendered[-1]["instructions"] == "Check it." and rendered[-1]["model"] == "m"
-    sent = [headers for path, _, headers in server.requests if path.endswith("/responses")]
-    claims = [headers.get(STREAM_HEADER) for headers in sent]
+    claims = [headers.get(STREAM_HEADER) for headers in server.headers("/responses")]
     assert claims[:3] == [None] * 3 and made[1].started.stream_id == claims[3]
 
 
@@ -175,17 +174,18 @@ async def test_a_prompt_stored_at_the_server_is_unlinked(
             async with run("stored", listener=found.append):
                 assert await ask(server, client, "A plan.", input="Nepal") == "A plan."
                 if not is_first:
-                    await until(lambda: any(isinstance(each, LinkDeclined) for each in found))
+                    await until(lambda: of_kind(found, LinkDeclined))
                 more = {"input": "Go on.", "previous_response_id": "resp_1"}
                 assert await ask(server, client, "More.", **more) == "More."
-    declined = [event.reason for event in found if isinstance(event, LinkDeclined)]
-    assert declined == ["a part of its prompt is stored at the server (previous_response_id)"]
+    (declined,) = of_kind(found, LinkDeclined)
+    reason = "a part of its prompt is stored at the server (previous_response_id)"
+    assert declined.reason == reason
     assert all(call.finished for call in calls(found)) and len(calls(found)) == 6
     assert not any(STREAM_HEADER in headers for _, _, headers in server.requests)
     assert "Traceback" not in caplog.text
 
 
-async def test_calls_of_servers_without_plugin_are_unlinked(
+async def test_calls_of_plain_servers_are_unlinked(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stock, asked = server.answer, list[str]()
@@ -202,10 +202,10 @@ async def test_calls_of_servers_without_plugin_are_unlinked(
             async with run("plain", listener=found.append):
                 assert await ask(server, client, "A plan.", input="Nepal") == "A plan."
                 if not is_first:
-                    await until(lambda: sum(isinstance(each, LinkDeclined) for each in found) == 2)
+                    await until(lambda: len(of_kind(found, LinkDeclined)) == 2)
                 assert await ask(server, client, "Fine.", input="Check: A plan.") == "Fine."
                 assert await ask(server, client, "The end.", input="Sum up: Fine.") == "The end."
-    declined = [event.reason for event in found if isinstance(event, LinkDeclined)]
+    declined = [event.reason for event in of_kind(found, LinkDeclined)]
     reason = "only engines with the plugin render requests of the Responses API"
     assert len(declined) == 2 and all(reason in each for each in declined)
     assert asked.count("/render_response") == 1  # In each run that expects calls.

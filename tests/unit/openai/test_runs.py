@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,24 +17,23 @@ from flashmoa.observe.events import FIRST
 from flashmoa.observe.trace import read
 from flashmoa.openai import agent, instrument, run
 from flashmoa.openai import runs as _runs
+from tests.unit.events import of_kind, warnings
 from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("programs")
 
 
-async def test_the_programs_that_ran_last_are_remembered(
-    programs: dict[str, Program],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+async def test_the_last_programs_are_remembered(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_runs, "_MAX_PROGRAMS", 3)
     for name in ("used", "user-1", "user-2", "used", "user-3", "user-4", "used"):
         async with run(name):
             pass
     assert list(programs) == ["user-3", "user-4", "used"]
-    (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert "more than 3 programs" in warning.getMessage()
+    (warning,) = warnings(caplog)
+    assert "more than 3 programs" in warning
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,7 @@ async def test_an_input_of_a_shell_is_one_program(
     assert len(programs) == number
 
 
-async def test_a_decorated_function_begins_a_run_at_each_call(
+async def test_a_decorated_functions_calls_are_runs(
     server: FakeServer, programs: dict[str, Program], tmp_path: Path
 ) -> None:
     events: list[Event] = []
@@ -72,13 +70,19 @@ async def test_a_decorated_function_begins_a_run_at_each_call(
 
         assert await plan("Oslo") == await plan(city="Rome")
     assert plan.__name__ == "plan" and list(programs) == ["trip"]
-    assert len([event for event in events if isinstance(event, CallFinished)]) == 2
+    assert len(of_kind(events, CallFinished)) == 2
 
 
-async def test_a_run_can_be_entered_again_once_it_was_left(
+async def test_a_run_can_be_entered_again_when_left(
     programs: dict[str, Program], tmp_path: Path
 ) -> None:
-    trip = run("trip", trace=tmp_path / "trip.jsonl")
+    """And after an entry that failed."""
+    file = tmp_path / "trip.jsonl"
+    file.write_text("no trace")
+    trip = run("trip", trace=file)
+    with pytest.raises(ValueError, match=r"trip\.jsonl"):
+        await trip.__aenter__()
+    file.unlink()
     for _ in range(2):
         async with trip:
             with pytest.raises(RuntimeError, match=r"call run\(\) again"):
@@ -86,20 +90,7 @@ async def test_a_run_can_be_entered_again_once_it_was_left(
     assert list(programs) == ["trip"]
 
 
-async def test_a_run_can_be_entered_after_a_failed_entry(tmp_path: Path) -> None:
-    file = tmp_path / "trip.jsonl"
-    file.write_text("no trace")
-    trip = run("trip", trace=file)
-    with pytest.raises(ValueError, match=r"trip\.jsonl"):
-        await trip.__aenter__()
-    file.unlink()
-    async with trip:
-        pass
-
-
-async def test_only_an_outermost_run_that_is_entered_replaces_its_trace(
-    server: FakeServer, tmp_path: Path
-) -> None:
+async def test_only_an_outermost_run_replaces_its_trace(server: FakeServer, tmp_path: Path) -> None:
     file, other = tmp_path / "run.jsonl", tmp_path / "inner.jsonl"
     async with server.client() as client:
         for _ in range(2):
@@ -109,11 +100,11 @@ async def test_only_an_outermost_run_that_is_entered_replaces_its_trace(
                     async with run("inner", trace=inner):
                         await ask(client, "Second.")
     run("never entered", trace=file)
-    assert sum(isinstance(event, CallFinished) for event in read(file)) == 3
+    assert len(of_kind(read(file), CallFinished)) == 3
     assert not other.exists()
 
 
-async def test_event_loops_of_threads_are_in_inherited_runs(
+async def test_threads_loops_are_in_inherited_runs(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:
     """Threads of ``asyncio.to_thread`` inherit it."""
@@ -152,10 +143,10 @@ async def test_calls_have_the_name_of_their_agent(
     assert names[3].startswith("test_calls_have_the_name_of_their_agent:")
 
 
-async def test_calls_have_the_names_of_agents_sdk_agents(
+async def test_calls_have_names_of_agents_sdk(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It calls in a task of its own; a module of the user's may have its name."""
+    """The SDK calls in a task of its own. A user's module may have the SDK's name."""
 
     class Agent:
         def __init__(self, name: object) -> None:
@@ -174,11 +165,11 @@ async def test_calls_have_the_names_of_agents_sdk_agents(
         mine = Agent("mine")  # Its class may be the user's.
         await ask(client, mine.name)
     names = [call.agent for call in report.calls]
-    # Where nothing of the SDK names it, it is named by the lines of code that call.
+    # If the SDK does not name an agent, the lines of code that call do.
     assert names[0] == "writer" and all(":" in name for name in names[1:])
 
 
-async def test_the_first_run_says_that_it_is_only_watched(server: FakeServer) -> None:
+async def test_the_first_run_is_only_watched(server: FakeServer) -> None:
     reasons: list[list[str]] = []
     async with server.client() as client:
         for topics in (["a", "b"], ["a", "b", "c"]):
@@ -216,7 +207,7 @@ async def test_a_client_is_observed_until_it_is_closed(
 
 
 @both_clients
-async def test_calls_of_a_run_name_their_session_to_routers(server: FakeServer) -> None:
+async def test_calls_name_their_session_to_routers(server: FakeServer) -> None:
     """A header that the program itself sends stays as it is."""
     async with server.client() as client:
         for _ in range(2):
@@ -224,7 +215,7 @@ async def test_calls_of_a_run_name_their_session_to_routers(server: FakeServer) 
                 with agent("writer"):
                     await ask(client, "a")
                 await ask(client, "a", extra_headers={"X-SMG-Routing-Key": "mine"})
-    sent = [headers for path, _, headers in server.requests if path.endswith("/completions")]
+    sent = server.headers()
     runs = [headers["X-Dynamo-Parent-Session-Id"] for headers in sent]
     assert runs[0] == runs[1] != runs[2] == runs[3]
     assert [headers["X-SMG-Routing-Key"] for headers in sent] == [runs[0], "mine", runs[2], "mine"]
@@ -232,14 +223,11 @@ async def test_calls_of_a_run_name_their_session_to_routers(server: FakeServer) 
 
 
 @both_clients
-async def test_sequential_calls_of_an_agent_share_a_session(
-    server: FakeServer,
-) -> None:
+async def test_sequential_calls_share_a_session(server: FakeServer) -> None:
     """Their prompts begin alike, and routers keep a session on one engine."""
 
     def sessions_of(route: str) -> list[str]:
-        sent = [headers for path, _, headers in server.requests if path.endswith(route)]
-        return [headers["X-Dynamo-Session-Id"] for headers in sent]
+        return [headers["X-Dynamo-Session-Id"] for headers in server.headers(route)]
 
     async with server.client() as client:
         for number in range(2):

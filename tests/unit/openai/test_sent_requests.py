@@ -16,6 +16,7 @@ from flashmoa.link.learned_runs import RecordedRequest
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.openai import AsyncOpenAI, instrument, run
 from flashmoa.openai.sent_requests import headers_now, read_request, settings_for
+from tests.unit.events import of_kind
 from tests.unit.openai.fake_server import URL, FakeServer, ask
 from tests.waiting import until
 
@@ -23,13 +24,13 @@ BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 
 
 def sent(**headers: str) -> RecordedRequest:
-    """Return the record of a request with these headers, ``_`` for ``-`` in their names."""
+    """Return the record of a request with headers, ``_`` for ``-`` in their names."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = httpx.Request("POST", f"{URL}/v1/chat/completions", headers=named, json=BODY)
     return read_request(request, BODY)
 
 
-def test_headers_of_connections_are_not_the_clients() -> None:
+def test_connections_headers_are_not_recorded() -> None:
     found = sent(
         Accept_Encoding="zstd",
         Connection="keep-alive",
@@ -60,29 +61,24 @@ async def play_linked(name: str, *clients: AsyncOpenAI) -> None:
             text = "a plan"
             for number, client in enumerate(clients):
                 if is_linked:
-                    await until_opened(links, number)
+                    await seen(links, LinkOpened, number)
                 text = (await ask(client, f"Review: {text}")).message.content
 
 
-async def until_opened(events: list[Event], links: int) -> None:
-    await until(lambda: sum(isinstance(event, LinkOpened) for event in events) >= links)
+async def seen(events: list[Event], kind: type[Event], times: int = 1) -> None:
+    """Wait for N events of a kind."""
+    await until(lambda: len(of_kind(events, kind)) >= times)
 
 
-async def until_declined(events: list[Event]) -> None:
-    await until(lambda: any(isinstance(event, LinkDeclined) for event in events))
-
-
-@pytest.mark.parametrize("authorization", [None, "Basic x"])
-async def test_links_send_the_headers_of_the_client(
-    server: FakeServer, authorization: str | None
-) -> None:
-    headers = {"X-Tenant": "a"}
-    if authorization is not None:
-        headers["Authorization"] = authorization
+@pytest.mark.parametrize(
+    ("own", "sent"), [({}, "Bearer secret"), ({"Authorization": "Basic x"}, "Basic x")]
+)
+async def test_links_send_the_clients_headers(server: FakeServer, own: Any, sent: str) -> None:
+    headers = {"X-Tenant": "a", **own}
     async with server.client(api_key="secret", default_headers=headers) as client:
-        await play_linked(f"headers {authorization}", client, client)
-    sent = {(each["x-tenant"], each["authorization"]) for each in headers_of_links(server)}
-    assert sent == {("a", authorization or "Bearer secret")}
+        await play_linked(f"headers {own}", client, client)
+    found = {(each["x-tenant"], each["authorization"]) for each in headers_of_links(server)}
+    assert found == {("a", sent)}
 
 
 def headers_of_links(server: FakeServer) -> list[httpx.Headers]:
@@ -101,10 +97,10 @@ async def test_links_send_the_headers_of_this_run(server: FakeServer) -> None:
         async with client, run("users", listener=events.append):
             await ask(client, "Review: a plan", extra_body=body)
             if user == "second":
-                await until_opened(events, 1)
+                await seen(events, LinkOpened)
             span = {"X-Span": f"span of {user}"}
             await ask(client, "Review again", extra_headers=span, extra_body=body)
-    (opened,) = [body for path, body, _ in server.requests if path == "/prompt_streams"]
+    (opened,) = server.bodies("/prompt_streams")
     assert opened["cache_salt"] == "second"
     of_links = headers_of_links(server)
     assert of_links
@@ -113,22 +109,21 @@ async def test_links_send_the_headers_of_this_run(server: FakeServer) -> None:
         assert each["x-trace"] == "run of second" and "x-span" not in each
 
 
-async def test_a_key_that_this_run_has_not_sent_is_not_used(server: FakeServer) -> None:
-    """It may be another user's, unless a client sends it with each of its requests."""
+async def test_a_key_of_another_run_is_not_used(server: FakeServer) -> None:
+    """The key may be another user's, unless a client sends it with each request."""
     for user in ("first", "second"):
         events: list[Event] = []
         key = {"Authorization": f"Bearer {user}"}
         async with server.client(api_key="own") as client, run("keys", listener=events.append):
             await ask(client, "Is this allowed?")
             if user == "second":
-                await until_declined(events)
+                await seen(events, LinkDeclined)
                 assert not headers_of_links(server)
             await ask(client, "Answer.", extra_headers=key)
             if user == "second":
-                await until_opened(events, 1)
+                await seen(events, LinkOpened)
             await ask(client, "Say it again.", extra_headers=key)
-        reasons = [each.reason for each in events if isinstance(each, LinkDeclined)]
-        assert all("another user's" in reason for reason in reasons)
+        assert all("another user's" in each.reason for each in of_kind(events, LinkDeclined))
     of_links = headers_of_links(server)
     assert of_links and {each["authorization"] for each in of_links} == {"Bearer second"}
 
@@ -143,12 +138,12 @@ def test_a_key_is_not_sent_to_another_server() -> None:
     assert headers_now(without_key, [(before, now)]) == {}
 
 
-def test_new_headers_are_sent_and_lost_ones_are_not() -> None:
+def test_new_headers_are_sent_and_old_ones_not() -> None:
     before, now = sent(X_Old="a", X_Same="b"), sent(X_New="c", X_Same="b")
     assert headers_now(before, [(before, now)]) == {"x-new": "c", "x-same": "b"}
 
 
-async def test_calls_with_the_same_headers_share_a_client(
+async def test_calls_with_equal_headers_share_a_client(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A header that differs between the server's clients is sent once this run has sent it."""
@@ -165,14 +160,14 @@ async def test_calls_with_the_same_headers_share_a_client(
         server.client(default_headers={"X-Tenant": "b"}) as third,
     ):
         await play_linked("tenants", first, first, second, third, third, third)
-    # The first one of a run hears the calls of its key.
+    # The first client of a run hears the calls with its key.
     assert made == {"a": 2, None: 1, "b": 1}
 
 
-async def test_requests_with_the_same_headers_count_as_one(
+async def test_requests_with_equal_headers_are_one(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run may have thousands of them, and each link looks through all."""
+    """A run may have thousands of requests, and each link looks through all."""
     looked: list[int] = []
 
     def look(request: RecordedRequest, sent: SentInPlace) -> dict[str, str]:
@@ -190,7 +185,7 @@ async def test_links_use_a_server_as_its_client_says(server: FakeServer) -> None
     async with server.client(engine_settings=settings) as client:
         # A copy of the client, as frameworks make for each request, has the same settings.
         await play_linked("settings", client, client.with_options(timeout=9))
-        (opened,) = [body for path, body, _ in server.requests if path == "/prompt_streams"]
+        (opened,) = server.bodies("/prompt_streams")
         assert opened["ttl_seconds"] == 7.0
         instrument(client, EngineSettings(stream_ttl_seconds=8.0))
         assert settings_for(URL) == EngineSettings(stream_ttl_seconds=8.0)

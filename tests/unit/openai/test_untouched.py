@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Literal
 
 import anyio
@@ -77,7 +78,7 @@ def answer_response(body: dict[str, Any]) -> httpx.Response:
     return in_pieces([b"event: x\ndata: %s\n\n" % each for each in [*words, last]])
 
 
-# Makes a call within a context, and returns what the program gets.
+# Makes a call within a context, and returns the bytes that the program gets.
 Call = Callable[[], Awaitable[bytes]]
 
 
@@ -85,15 +86,12 @@ def calls_of(client: Any, api: Api, *, is_stream: bool) -> dict[str, Call]:
     """Return calls that take the answer's bytes, by name, of either kind of clients."""
     create = client.chat.completions if api == "chat" else client.responses
     path = f"{URL}/v1/{'chat/completions' if api == 'chat' else 'responses'}"
-    prompt: dict[str, Any] = {"input": "Go."}
-    if api == "chat":
-        prompt = {"messages": [{"role": "user", "content": "Go.\u2028"}]}
-    is_blocking = isinstance(client, OpenAI)
+    message = {"role": "user", "content": "Go.\u2028"}
+    prompt: dict[str, Any] = {"messages": [message]} if api == "chat" else {"input": "Go."}
+    is_blocking, streamed = isinstance(client, OpenAI), {"stream": True} if is_stream else {}
 
     async def typed(asked: Mapping[str, Any]) -> bytes:
-        made = create.with_streaming_response.create(
-            model="m", **prompt, **asked, **({"stream": True} if is_stream else {})
-        )
+        made = create.with_streaming_response.create(model="m", **prompt, **asked, **streamed)
         if is_blocking:
             with made as response:
                 return b"".join(response.iter_bytes())
@@ -113,16 +111,12 @@ def calls_of(client: Any, api: Api, *, is_stream: bool) -> dict[str, Call]:
             return client._client.send(request).content
         return (await client._client.send(request)).content
 
-    options = CHATS if api == "chat" else RESPONSES
-    return {
-        **{name: lambda asked=asked: typed(asked) for name, asked in options.items()},
-        **{
-            f"{name} parsed": lambda asked=asked: parsed(asked)
-            for name, asked in options.items()
-            if not is_stream
-        },
-        **{name: lambda content=content: raw(content) for name, content in CONTENTS.items()},
-    }
+    calls: dict[str, Call] = {}
+    for name, asked in (CHATS if api == "chat" else RESPONSES).items():
+        calls[name] = partial(typed, asked)
+        if not is_stream:
+            calls[f"{name} parsed"] = partial(parsed, asked)
+    return calls | {name: partial(raw, content) for name, content in CONTENTS.items()}
 
 
 async def play(calls: dict[str, Call], pause: Callable[[], Awaitable[None]]) -> dict[str, bytes]:
@@ -145,11 +139,9 @@ def answering(server: FakeServer) -> FakeServer:
 
 def take(server: FakeServer) -> tuple[list[bytes], list[httpx.Headers]]:
     """Return the bodies and headers of the requests for answers, and forget all requests."""
-    ends = "/chat/completions", "/responses"
-    headers = [headers for path, _, headers in server.requests if path.endswith(ends)]
-    contents = server.contents.copy()
+    taken = server.contents.copy(), server.headers("/chat/completions", "/responses")
     server.forget()
-    return contents, headers
+    return taken
 
 
 def check_headers(outside: list[httpx.Headers], inside: list[httpx.Headers]) -> None:
@@ -158,10 +150,6 @@ def check_headers(outside: list[httpx.Headers], inside: list[httpx.Headers]) -> 
         added = now.keys() - before.keys()
         assert added <= {name.lower() for name in OURS} | SESSION
         assert dict(before) == {name: now[name] for name in before}
-
-
-def links_opened(server: FakeServer) -> bool:
-    return any(path == "/prompt_streams" for path, _, _ in server.requests)
 
 
 @asynccontextmanager
@@ -182,7 +170,7 @@ async def check(
 
     async def pause() -> None:
         deadline = time.monotonic() + 20
-        while is_linked and not links_opened(server):
+        while is_linked and not server.bodies("/prompt_streams"):
             assert time.monotonic() < deadline
             if is_blocking:
                 time.sleep(0.002)  # noqa: ASYNC251 - no event loop runs here.
@@ -198,7 +186,7 @@ async def check(
         name = f"bytes {api} {is_stream} {ahead} {is_blocking}"
         async with entered(run(name, ahead=ahead), is_blocking=is_blocking):
             assert await play(calls, pause) == got
-        assert not is_linked or links_opened(server)
+        assert not is_linked or server.bodies("/prompt_streams")
         now, headers_now = take(server)
         assert now == sent
         check_headers(headers, headers_now)
@@ -234,8 +222,8 @@ def check_marks(
     assert any(STREAM_HEADER in each for each in headers) == is_linked
 
 
-def test_the_answers_of_this_test_are_in_no_usual_form() -> None:
-    """A client that wrote one again would change it."""
+def test_these_answers_are_in_no_usual_form() -> None:
+    """A client that wrote an answer again would change it."""
     for answer in (answer_chat({}), answer_response({})):
         content = answer.read()
         assert json.dumps(json.loads(content)).encode() != content

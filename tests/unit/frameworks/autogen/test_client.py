@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Generator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +22,16 @@ from flashmoa.frameworks.autogen.client import SynchronousEngine
 from flashmoa.frameworks.autogen.dry_run import CapturingClient
 from flashmoa.link.calls import CallObserver, CallRequest
 from flashmoa.link.expected import first_request
+from tests.unit.events import warnings
 from tests.unit.openai.fake_server import TEXT, URL, serve
 
 BLIND = {"has_image_understanding": False, "tool_call_parser": None}
 SEEING = {"has_image_understanding": True, "tool_call_parser": "hermes"}
+ASK = [UserMessage(content="Go.", source="user")]
 
 
 def test_a_client_without_a_model_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not ask the engine before."""
+    """The client does not ask the engine first."""
     monkeypatch.setattr(httpx, "request", None)
     for options in ({}, {"model": None}, {"model": ""}):
         with pytest.raises(ValueError, match="FlashMoAChatCompletionClient needs model=NAME"):
@@ -42,7 +42,7 @@ class Engine:
     """Answers synchronous requests; is down while it has no answer.
 
     Attributes:
-        threads: the threads that asked it.
+        threads: the threads of the requests.
         requests: the options of the requests.
     """
 
@@ -75,29 +75,14 @@ def make() -> FlashMoAChatCompletionClient:
     return FlashMoAChatCompletionClient(model="m", base_url=URL)
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-
-
-def by_pickle(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionClient:
-    return pickle.loads(pickle.dumps(client))
-
-
-def by_dump(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionClient:
-    return FlashMoAChatCompletionClient.load_component(client.dump_component())
-
-
 async def test_only_an_unreachable_engine_is_called_so() -> None:
-    call = partial(
-        FlashMoAChatCompletionClient.create, messages=[UserMessage(content="?", source="user")]
-    )
     client = FlashMoAChatCompletionClient(model="m", base_url="http://127.0.0.1:9", max_retries=0)
     with pytest.raises(APIConnectionError) as raised:
-        await call(client)
+        await client.create(ASK)
     assert any("cannot be reached" in each for each in raised.value.__notes__)
     await client.close()
     with pytest.raises(APIConnectionError) as raised:
-        await call(client)
+        await client.create(ASK)
     assert not getattr(raised.value, "__notes__", [])
 
 
@@ -107,7 +92,7 @@ async def test_an_engine_that_was_down_is_asked_again(
     client = make()
     (warning,) = warnings(caplog)
     assert URL in warning and "refused" in warning and "asked again" in warning
-    # It is not asked all the time: each try may block.
+    # It is not asked all the time, as each request may block.
     assert [client.model_info["function_calling"] for _ in range(3)] == [True] * 3
     assert len(engine.threads) == 1
     engine.now += 10
@@ -120,38 +105,35 @@ async def test_an_engine_that_was_down_is_asked_again(
     assert warnings(caplog) == [warning]
 
 
-async def test_a_call_asks_again_without_blocking_the_loop(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine
+async def test_a_call_asks_again_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A call with tools explains once why the model calls none."""
     serve(monkeypatch)
     client = make()
+    caplog.clear()
     engine.now += 10
     engine.answer = BLIND
-    answer = await client.create([UserMessage(content="Go.", source="user")])
-    assert answer.content == TEXT
+    assert (await client.create(ASK)).content == TEXT
     assert len(engine.threads) == 2 and engine.threads[1] != threading.get_ident()
     assert client.model_info["function_calling"] is False
-    await client.close()
-
-
-async def test_tools_without_a_parser_are_explained_once(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.answer = BLIND
-    client = make()
     tool: Any = {"name": "search", "description": "Search."}
     for _ in range(2):
         with pytest.raises(ValueError, match="function calling"):
-            await client.create([UserMessage(content="Go.", source="user")], tools=[tool])
+            await client.create(ASK, tools=[tool])
     assert [("--tool-call-parser" in text) for text in warnings(caplog)] == [True]
     await client.close()
 
 
-@pytest.mark.parametrize("copy", [by_pickle, by_dump])
-async def test_a_copy_of_a_client_keeps_no_guess(
-    engine: Engine,
-    copy: Callable[[FlashMoAChatCompletionClient], FlashMoAChatCompletionClient],
-) -> None:
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda client: pickle.loads(pickle.dumps(client)),
+        lambda client: FlashMoAChatCompletionClient.load_component(client.dump_component()),
+    ],
+    ids=["pickle", "dump"],
+)
+def test_a_copy_of_a_client_keeps_no_guess(engine: Engine, copy: Callable[[Any], Any]) -> None:
     guessing = make()
     engine.answer = SEEING
     told = copy(guessing)
@@ -161,7 +143,7 @@ async def test_a_copy_of_a_client_keeps_no_guess(
 
 
 @pytest.mark.parametrize(("status", "tries"), [(404, 1), (503, 2)])
-async def test_a_server_without_the_route_is_not_asked_again(
+def test_a_server_without_the_route_is_asked_once(
     engine: Engine, caplog: pytest.LogCaptureFixture, status: int, tries: int
 ) -> None:
     engine.answer, engine.status = {}, status
@@ -186,9 +168,7 @@ def test_images_are_for_models_with_vision(engine: Engine) -> None:
         make()._request([message])
 
 
-def test_the_default_url_is_the_environments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_default_url_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     assert FlashMoAChatCompletionClient(model="gpt-4o").engine.url == "http://127.0.0.1:30000"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere:1/v1")
@@ -211,13 +191,12 @@ def test_the_context_length_is_asked_for_once(engine: Engine, model: str, expect
 @pytest.mark.parametrize(
     "answer", [{}, {"data": []}, {"data": None}, {"data": [{"id": "m", "max_model_len": None}]}]
 )
-def test_engine_that_tells_no_context_is_named(engine: Engine, answer: dict[str, Any]) -> None:
+def test_an_engine_that_tells_no_context_is_named(engine: Engine, answer: Any) -> None:
     engine.answer = answer
     with pytest.raises(BadAnswer, match=f"{URL}/v1/models is not an engine's"):
         SynchronousEngine(URL, {}).context_length("m")
 
 
-MESSAGES = [UserMessage(content="Hi", source="user")]
 ARGS = {"enable_thinking": False}
 
 
@@ -236,20 +215,12 @@ def client() -> FlashMoAChatCompletionClient:
     )
 
 
-async def test_a_predicted_call_has_its_own_fields(
-    client: FlashMoAChatCompletionClient,
-) -> None:
+async def test_a_predicted_call_has_its_fields(client: FlashMoAChatCompletionClient) -> None:
     tools = [FunctionTool(look, "Look.")]
-    request = await first_request(
-        CapturingClient(client).create(
-            MESSAGES,
-            tools=tools,
-            tool_choice=tools[0],
-            extra_create_args={"reasoning_effort": "low"},
-            json_output=False,
-        )
-    )
-    fields = request.fields
+    own = {"tools": tools, "tool_choice": tools[0], "json_output": False}
+    effort = {"reasoning_effort": "low"}
+    created = CapturingClient(client).create(ASK, extra_create_args=effort, **own)
+    fields = (await first_request(created)).fields
     assert [tool["function"]["name"] for tool in fields.pop("tools")] == ["look"]
     assert fields == {
         "tool_choice": {"type": "function", "function": {"name": "look"}},
@@ -257,20 +228,15 @@ async def test_a_predicted_call_has_its_own_fields(
         "reasoning": {"enabled": True},
         "chat_template_kwargs": ARGS,
     }
+    scored = await first_request(CapturingClient(client).score(ASK, ["yes", "no"]))
+    assert scored.fields == {"chat_template_kwargs": ARGS}
 
 
-async def test_a_scored_call_has_the_fields_of_scoring(
-    client: FlashMoAChatCompletionClient,
-) -> None:
-    request = await first_request(CapturingClient(client).score(MESSAGES, ["yes", "no"]))
-    assert request.fields == {"chat_template_kwargs": ARGS}
-
-
-def test_tokens_are_counted_with_the_clients_fields(
+def test_tokens_are_counted_with_its_fields(
     client: FlashMoAChatCompletionClient, engine: Engine
 ) -> None:
     engine.answer = {"tokens": [1, 2, 3]}
-    assert client.count_tokens(MESSAGES) == 3
+    assert client.count_tokens(ASK) == 3
     body = engine.requests[-1]["json"]
     assert body["reasoning_effort"] == "high" and body["chat_template_kwargs"] == ARGS
 
@@ -289,13 +255,11 @@ def frequent_switches() -> Generator[None]:
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_calls_find_teams_while_threads_link_others() -> None:
-    client = FlashMoAChatCompletionClient(model="gpt-4o", base_url="http://engine")
-    linked: Any = client.linked_teams
-    kept = [Team() for _ in range(100)]
+def test_calls_find_teams_while_threads_link() -> None:
+    linked: Any = FlashMoAChatCompletionClient(model="gpt-4o", base_url=URL).linked_teams
+    kept, ended = [Team() for _ in range(100)], threading.Event()
     for team in kept:
         linked.add(team)
-    ended = threading.Event()
 
     def link() -> None:
         while not ended.is_set():
@@ -308,8 +272,7 @@ def test_calls_find_teams_while_threads_link_others() -> None:
     other = threading.Thread(target=link)
     other.start()
     try:
-        request = CallRequest("http://engine", "m", None)
-        found = [linked.observe(None, request) for _ in range(3000)]
+        found = [linked.observe(None, CallRequest(URL, "m", None)) for _ in range(3000)]
     finally:
         ended.set()
         other.join()

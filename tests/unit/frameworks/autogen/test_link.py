@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRob
 from autogen_core.models import UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
+from flashmoa import EngineClient
 from flashmoa._stack import owners
-from flashmoa.autogen import FlashMoAChatCompletionClient, link
+from flashmoa.autogen import link
 from flashmoa.frameworks.autogen.team_link import awaits, has_received
 from flashmoa.frameworks.autogen.team_members import TeamMembers
 from flashmoa.link.calls import CallRequest
@@ -29,23 +32,33 @@ from flashmoa.observe import (
     CallStarted,
     Event,
     LinkDeclined,
+    LinkOpened,
     PromptSent,
 )
 from flashmoa.observe.events import FIRST, LATE
 from flashmoa.observe.trace import read
-from tests.unit.frameworks.autogen.test_overriding import INFO
-from tests.unit.openai.fake_server import URL, serve
+from tests.unit.events import of_kind
+from tests.unit.frameworks.autogen.teams import Client, make_client, make_team, team_of
+from tests.unit.openai.fake_server import URL, FakeServer, serve
+from tests.waiting import until
 
 NOTE = LinkDeclined(agent="one", engine="", reason="test")
 
 
-def make_client(**more: Any) -> FlashMoAChatCompletionClient:
-    return FlashMoAChatCompletionClient(model="m", base_url=URL, model_info=INFO, **more)
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    async def kv_pool_tokens(_: EngineClient) -> int:
+        return 10_000
+
+    monkeypatch.setattr(EngineClient, "kv_pool_tokens", kv_pool_tokens)
+    return serve(monkeypatch)
 
 
-def make_team(client: Any, *names: str) -> RoundRobinGroupChat:
-    members = [AssistantAgent(name, client) for name in names or ("one",)]
-    return RoundRobinGroupChat(members, max_turns=len(members))
+@pytest.fixture
+async def client(server: FakeServer) -> AsyncGenerator[Client]:
+    client = make_client(max_retries=0)
+    yield client
+    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -53,13 +66,11 @@ def make_team(client: Any, *names: str) -> RoundRobinGroupChat:
     [
         ({"include": ["four"]}, r"include names \['four'\]; the agents are"),
         ({"on_failure": {"four": "finalize"}}, r"on_failure names \['four'\]; the agents are"),
-        ({"on_failure": "ignore"}, "error must be 'abort' or 'finalize'"),
-        ({"trace_prompts": True}, "give trace=FILE, too"),
         ({"nonsense": 1}, r"no option 'nonsense'; the options are .*, kv_share, include$"),
     ],
     ids=str,
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: Any, message: str) -> None:
+def test_senseless_arguments_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         link(make_team(make_client()), **arguments)
 
@@ -71,9 +82,8 @@ def test_what_cannot_be_linked_is_refused() -> None:
         link(make_team(OpenAIChatCompletionClient(model="gpt-4o", api_key="none")))
 
 
-async def test_linking_again_replaces_the_link_and_its_trace(tmp_path: Path) -> None:
-    """As when a cell of a notebook is run once more."""
-    client = make_client()
+async def test_linking_again_replaces_link_and_trace(client: Client, tmp_path: Path) -> None:
+    """A cell of a notebook may be run once more."""
     team, file = make_team(client), tmp_path / "run.jsonl"
     first = link(team, trace=file)  # Held here, so that it does not go by itself.
     first._planner.listener(NOTE)
@@ -85,12 +95,10 @@ async def test_linking_again_replaces_the_link_and_its_trace(tmp_path: Path) -> 
     assert list(client.linked_teams) == []
 
 
-async def test_an_inner_team_does_not_end_its_trace(tmp_path: Path) -> None:
-    """It may be linked on its own afterwards, and its link be closed."""
-    client, file = make_client(), tmp_path / "run.jsonl"
-    inner = make_team(client)
-    group = SocietyOfMindAgent("group", inner, client)
-    outer = link(RoundRobinGroupChat([group], max_turns=1), trace=file)
+async def test_an_inner_team_does_not_end_its_trace(client: Client, tmp_path: Path) -> None:
+    """The inner team may be linked on its own afterwards, and its link be closed."""
+    file, inner = tmp_path / "run.jsonl", make_team(client)
+    outer = link(team_of(SocietyOfMindAgent("group", inner, client)), trace=file)
     outer._planner.listener(NOTE)
     assert [within.report for within in outer._inner] == [outer.report]
     await link(inner, trace=file).close()
@@ -113,21 +121,17 @@ def test_a_link_that_cannot_be_made_ends_no_trace(tmp_path: Path) -> None:
     assert read(file) == [NOTE]
 
 
-async def test_calls_go_to_the_clients_or_teams_listener(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    server, events = serve(monkeypatch), list[Event]()
+async def test_a_clients_or_teams_listener_gets_calls(server: FakeServer) -> None:
+    events: list[Event] = []
     client = make_client(listener=events.append, max_retries=0)
     await make_team(client, "one", "two").run(task="Go.")
     ended = [event.agent for event in events if isinstance(event, CallStarted | CallFinished)]
     assert ended == ["one", "one", "two", "two"]
     events.clear()
     team, others = make_team(client), list[Event]()
-    linked = link(team, listener=others.append)
-    await team.run(task="Go.")
-    await linked.close()
-    assert not events
-    assert sum(isinstance(event, CallStarted) for event in others) == 1
+    async with link(team, listener=others.append):
+        await team.run(task="Go.")
+    assert not events and len(of_kind(others, CallStarted)) == 1
     server.chat = lambda _: httpx.Response(400, json={})
     with pytest.raises(Exception, match="400"):
         await client.create([UserMessage(content="Go.", source="user")])
@@ -135,24 +139,21 @@ async def test_calls_go_to_the_clients_or_teams_listener(
     await client.close()
 
 
-async def test_the_first_call_of_each_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a run may not have been noticed when the next one begins."""
-    client = make_client()
-    linked = link(make_team(client, "one", "two"))
-    planner, runs = linked._planner, iter("aab")
-    monkeypatch.setattr(TeamMembers, "current_run", property(lambda _: next(runs)))
-    monkeypatch.setattr(planner, "plan", lambda: None)
-    for agent in ("one", "two", "one"):
-        planner.begin(agent, CallRequest(URL, "m", None))
-    reasons = [call.started.unlinked for call in linked.report.calls]
-    assert reasons == [FIRST, UNEXPECTED, FIRST]
-    await linked.close()
-    await client.close()
-
-
-async def test_an_unknown_manager_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_the_first_call_of_each_run_says_so(
+    client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The end of a run may not have been noticed when the next run begins."""
+    async with link(make_team(client, "one", "two")) as linked:
+        planner, runs = linked._planner, iter("aab")
+        monkeypatch.setattr(TeamMembers, "current_run", property(lambda _: next(runs)))
+        monkeypatch.setattr(planner, "plan", lambda: None)
+        for agent in ("one", "two", "one"):
+            planner.begin(agent, CallRequest(URL, "m", None))
+        reasons = [call.started.unlinked for call in linked.report.calls]
+    assert reasons == [FIRST, UNEXPECTED, FIRST]
+
+
+async def test_an_unknown_manager_is_a_reason(client: Client) -> None:
     class Backwards(RoundRobinGroupChatManager):
         """Could choose speakers in any order."""
 
@@ -167,34 +168,18 @@ async def test_an_unknown_manager_is_a_reason(
 
             return make_mine
 
-    serve(monkeypatch)
-    client = make_client()
     team = Team([AssistantAgent(name, client) for name in ("one", "two")], max_turns=2)
     async with link(team) as linked:
         await team.run(task="Go.")
-        reasons = [call.started.unlinked for call in linked.report.calls]
-    await client.close()
-    assert reasons[0] == FIRST
-    assert reasons[1] in (
-        LATE,  # The team was not looked at yet.
-        "its team's Backwards chooses speakers by rules that are not AutoGen's own",
-    )
+        first, second = [call.started.unlinked for call in linked.report.calls]
+    # The call is late if the team was not looked at yet.
+    rule = "its team's Backwards chooses speakers by rules that are not AutoGen's own"
+    assert first == FIRST and second in (LATE, rule)
 
 
-async def test_auto_link_links_a_team_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(monkeypatch)
-    client = make_client(auto_link=True)
-    team = make_team(client)
-    await team.run(task="Go.")
-    assert len(client.linked_teams) == 1
-    await client.close()
-
-
-async def test_auto_link_runs_a_team_that_it_cannot_link(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Links do not find the client of its agent."""
-    serve(monkeypatch)
+@pytest.mark.usefixtures("server")
+async def test_auto_link_links_any_team_that_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    """Links do not find the client of the second team's agent; the third link fails."""
 
     class Own(AssistantAgent):
         async def on_messages_stream(self, *arguments: Any) -> Any:
@@ -204,11 +189,46 @@ async def test_auto_link_runs_a_team_that_it_cannot_link(
             del self._model_client
 
     client = make_client(auto_link=True)
+    await make_team(client).run(task="Go.")
+    assert len(client.linked_teams) == 1
     agent = Own("one", client)
     del agent._model_client
-    team = RoundRobinGroupChat([agent], max_turns=1)
-    assert len((await team.run(task="Go.")).messages) == 2
+    assert len((await team_of(agent).run(task="Go.")).messages) == 2
+    assert not caplog.messages
+    client._link_caller = lambda **_: 1 / 0  # type: ignore[assignment, return-value]
+    assert len((await make_team(client).run(task="Go.")).messages) == 2
+    assert "runs unlinked because of the error below" in caplog.text
     await client.close()
+
+
+def count(events: list[Event], kind: type[Event]) -> Counter[str]:
+    return Counter(event.agent for event in of_kind(events, kind))
+
+
+async def test_teams_that_run_once_leave_no_stream_open(client: Client) -> None:
+    """A server may make a team for each request."""
+    events: list[Event] = []
+    teams = [make_team(client, "one", "two") for _ in range(20)]
+    links = [link(team, listener=events.append) for team in teams]
+    for team in teams:
+        await team.run(task="Go.")
+    # A team's tasks end when the end of its run is noticed, unless they wait for a next run.
+    await until(lambda: not any(each._planner.host._group_tasks for each in links))
+    assert not count(events, LinkOpened)["one"]
+    for each in links:
+        await each.close()
+
+
+@pytest.mark.parametrize("pause", [False, True])
+async def test_a_second_run_links_the_next(client: Client, pause: bool) -> None:
+    """A run may also begin before the end of the previous run is noticed."""
+    events, team = list[Event](), make_team(client, "one", "two")
+    async with link(team, listener=events.append) as linked:
+        await team.run(task="Go.")
+        if pause:
+            await until(lambda: not linked._planner.host._group_tasks)
+        await team.run(task="Go on.")
+        await until(lambda: count(events, LinkOpened)["one"])
 
 
 @pytest.mark.parametrize(
@@ -219,7 +239,7 @@ async def test_auto_link_runs_a_team_that_it_cannot_link(
 def test_a_link_is_used_if_its_forecast_came_true(
     slots: list[str], received: int, expected: int, is_used: bool
 ) -> None:
-    """One whose end is uncertain is used whatever comes."""
+    """A link with an uncertain end is used whatever comes."""
     assert has_received(received, expected, Prompt(["known", *map(Slot, slots)])) is is_used
 
 
@@ -238,7 +258,7 @@ class Agent:
 
 
 def test_a_look_at_the_stack_keeps_nothing_alive() -> None:
-    """Prompts and answers are freed at once, and not when the garbage collector comes by."""
+    """Prompts and answers are freed at once, and not at the next garbage collection."""
     gc.disable()
     try:
         agent = Agent()

@@ -24,7 +24,7 @@ from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGro
 from autogen_core import CancellationToken
 from autogen_core.memory import ListMemory, MemoryContent, UpdateContextResult
 from autogen_core.model_context import ChatCompletionContext, UnboundedChatCompletionContext
-from autogen_core.models import LLMMessage, ModelFamily, ModelInfo, UserMessage
+from autogen_core.models import LLMMessage, UserMessage
 from autogen_core.tools import (
     BaseTool,
     FunctionTool,
@@ -34,26 +34,18 @@ from autogen_core.tools import (
 )
 from pydantic import BaseModel, field_serializer
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa.frameworks.autogen.dry_run import (
-    agent_dry_runs,
-    require_stock_message,
-    require_stock_methods,
-)
+from flashmoa.autogen import link
+from flashmoa.frameworks.autogen import dry_run
 from flashmoa.frameworks.autogen.team_link import TeamLinkPlanner
 from flashmoa.link.expected import ExpectedRequest, Turn
 from flashmoa.link.link import Ahead
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.observe import Event, LinkDeclined
-from tests.unit.openai.fake_server import URL, FakeServer
+from tests.unit.events import of_kind
+from tests.unit.frameworks.autogen.teams import Client, make_client
+from tests.unit.openai.fake_server import FakeServer
 
-Client = FlashMoAChatCompletionClient
-INFO = ModelInfo(
-    vision=False, function_calling=True, json_output=False, family=ModelFamily.UNKNOWN,
-    structured_output=False,
-)  # fmt: skip
-
-# Is called in each run of a method, and returns the number of that run.
+# Is called in each run of a method, and returns the number of this run.
 CountRun = Callable[[], int]
 Build = Callable[[Client, CountRun], BaseGroupChat]
 
@@ -71,8 +63,11 @@ def _tool() -> FunctionTool:
     return FunctionTool(_look, description="Looks.", name="look")
 
 
-def _three(client: Client, second: BaseChatAgent, turns: int = 6) -> BaseGroupChat:
+def _three(
+    client: Client, second: BaseChatAgent | None = None, turns: int = 6, **options: Any
+) -> BaseGroupChat:
     """Make a team of three; its second and third agent are linked twice."""
+    second = second or agent(client, "two", **options)
     members = [agent(client, "one"), second, agent(client, "three")]
     return RoundRobinGroupChat(members, max_turns=turns)
 
@@ -85,11 +80,11 @@ def workbench(client: Client, count_run: CountRun) -> BaseGroupChat:
             (tool,) = await super().list_tools()
             return [{**tool, "description": f"Looks, asked {count_run()} times."}]
 
-    return _three(client, agent(client, "two", workbench=Stateful([_tool()])))
+    return _three(client, workbench=Stateful([_tool()]))
 
 
 def workbench_of_one(client: Client, count_run: CountRun) -> BaseGroupChat:
-    """Only this one object has a method of its own, not its class."""
+    """Only this object has a method of its own, not its class."""
     bench: Any = StaticStreamWorkbench([_tool()])
     stock = bench.list_tools
 
@@ -98,7 +93,7 @@ def workbench_of_one(client: Client, count_run: CountRun) -> BaseGroupChat:
         return await stock()
 
     bench.list_tools = list_tools
-    return _three(client, agent(client, "two", workbench=bench))
+    return _three(client, workbench=bench)
 
 
 def tool(client: Client, count_run: CountRun) -> BaseGroupChat:
@@ -107,8 +102,7 @@ def tool(client: Client, count_run: CountRun) -> BaseGroupChat:
         def schema(self) -> ToolSchema:
             return {**super().schema, "description": f"Looks, asked {count_run()} times."}
 
-    own = Own(_look, description="Looks.", name="look")
-    return _three(client, agent(client, "two", tools=[own]))
+    return _three(client, tools=[Own(_look, description="Looks.", name="look")])
 
 
 def stream(client: Client, count_run: CountRun) -> BaseGroupChat:
@@ -138,7 +132,7 @@ def context(client: Client, count_run: CountRun) -> BaseGroupChat:
             count_run()
             return await super().get_messages()
 
-    return _three(client, agent(client, "two", model_context=Own()))
+    return _three(client, model_context=Own())
 
 
 def memory(client: Client, count_run: CountRun) -> BaseGroupChat:
@@ -148,7 +142,7 @@ def memory(client: Client, count_run: CountRun) -> BaseGroupChat:
             return await super().update_context(model_context)
 
     kept = Own(memory_contents=[MemoryContent(content="It rains.", mime_type="text/plain")])
-    return _three(client, agent(client, "two", memory=[kept], system_message=None), turns=3)
+    return _three(client, turns=3, memory=[kept], system_message=None)
 
 
 class NumberedMessage(TextMessage):
@@ -158,8 +152,7 @@ class NumberedMessage(TextMessage):
     count_run: Any = None
 
     def to_model_message(self) -> UserMessage:
-        text = f"{self.content} ({self.count_run()})"
-        return UserMessage(content=text, source=self.source)
+        return UserMessage(content=f"{self.content} ({self.count_run()})", source=self.source)
 
 
 class FixedSpeaker(BaseChatAgent):
@@ -226,7 +219,7 @@ def client(plain: Client, count_run: CountRun) -> BaseGroupChat:
 
 @dataclass
 class Run:
-    """The number of calls of user-defined code in a run, the requests, and declined links."""
+    """The number of calls of user-defined code in a run, the requests, and the declined links."""
 
     runs: int
     sent: list[Any]
@@ -238,7 +231,7 @@ async def run_team(
     monkeypatch: pytest.MonkeyPatch, build: Build, linked: bool, *include: str
 ) -> Run:
     server, events, numbers = FakeServer(), list[Event](), itertools.count(1)
-    client = Client(model="m", base_url=URL, model_info=INFO)
+    client = make_client()
     team = build(client, lambda: next(numbers))
     ahead: Ahead = "text" if linked else "nothing"
     running = link(team, ahead=ahead, include=include, listener=events.append)
@@ -262,8 +255,8 @@ async def run_team(
     await team.run(task="Three days in Nepal.")
     await running.close()
     await client.close()
-    declined = {each.agent: each.reason for each in events if isinstance(each, LinkDeclined)}
-    sent = [body["messages"] for body in server.chats()]
+    declined = {each.agent: each.reason for each in of_kind(events, LinkDeclined)}
+    sent = [body["messages"] for body in server.bodies()]
     return Run(next(numbers) - 1, sent, len(expected), declined)
 
 
@@ -283,14 +276,14 @@ async def run_team(
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-async def test_overriding_code_runs_as_often_as_unlinked(
+async def test_own_code_runs_as_often_as_unlinked(
     monkeypatch: pytest.MonkeyPatch, build: Build, declined: dict[str, str]
 ) -> None:
     plain = await run_team(monkeypatch, build, linked=False)
     linked = await run_team(monkeypatch, build, linked=True)
     assert plain.runs == linked.runs > 0
     assert linked.sent == plain.sent
-    # The other agents' prompts are predicted; a manager of another class decides who they are.
+    # The other agents' prompts are predicted, unless a manager of another class chooses the agents.
     assert linked.predicted > 0 or build is manager
     assert linked.declined.keys() == declined.keys()
     for agent, reason in linked.declined.items():
@@ -316,30 +309,31 @@ class WithSerializer(BaseModel):
         return city.upper()
 
 
-def test_structured_messages_with_serializers_are_own() -> None:
+def test_messages_with_serializers_are_own_code() -> None:
     class Plain(BaseModel):
         city: str
 
-    require_stock_message(StructuredMessage[Plain](content=Plain(city="Pokhara"), source="a"))
+    stock = StructuredMessage[Plain](content=Plain(city="Pokhara"), source="a")
+    dry_run.require_stock_message(stock)
     other = StructuredMessage[WithSerializer](content=WithSerializer(city="Pokhara"), source="a")
     with pytest.raises(NotForecastable, match="serializers of WithSerializer"):
-        require_stock_message(other)
+        dry_run.require_stock_message(other)
 
 
 def test_a_tool_with_a_stock_prompt_may_have_code() -> None:
     class Counting(FunctionTool):
         async def run(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    require_stock_methods(Counting(_look, description=""), BaseTool)
+    dry_run.require_stock_methods(Counting(_look, description=""), BaseTool)
 
 
 @pytest.mark.parametrize("is_filtered", [False, True])
 def test_no_copy_of_an_agent_with_a_team_is_run(is_filtered: bool) -> None:
-    """The copy would have the real team, whose agents would be asked."""
-    client = Client(model="m", base_url=URL, model_info=INFO)
+    """The copy would ask the agents of the real team."""
+    client = make_client()
     inner = RoundRobinGroupChat([agent(client, "inner")])
     subject: Any = SocietyOfMindAgent("minds", team=inner, model_client=client)
     if is_filtered:
         subject = MessageFilterAgent("minds", subject, MessageFilterConfig(per_source=[]))
     with pytest.raises(NotForecastable, match="has a team of its own"):
-        agent_dry_runs(subject, [], included=True)
+        dry_run.agent_dry_runs(subject, [], included=True)

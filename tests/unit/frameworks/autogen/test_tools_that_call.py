@@ -10,7 +10,6 @@ import pytest
 from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
 from autogen_agentchat.base import Response
 from autogen_agentchat.messages import BaseChatMessage, TextMessage
-from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_agentchat.tools import TeamTool
 from autogen_core import CancellationToken
 from autogen_core.models import CreateResult, RequestUsage, UserMessage
@@ -19,7 +18,9 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.observe import CallStarted, Event
+from tests.unit.events import of_kind
 from tests.unit.frameworks.autogen.scripted_agents import called
+from tests.unit.frameworks.autogen.teams import make_team, team_of
 
 Ask = Callable[[], Awaitable[str]]
 Way = Callable[[Ask], Awaitable[str]]
@@ -41,10 +42,8 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Client]:
     async def create(_: Any, __: Any, *, tools: Any = (), **___: Any) -> CreateResult:
         await asyncio.sleep(0)
         calls = called(*((tool["name"], {"task": "Look."}) for tool in tools))
-        usage = RequestUsage(prompt_tokens=1, completion_tokens=1)
-        return CreateResult(
-            finish_reason="stop", content=calls or "This one.", usage=usage, cached=False
-        )
+        content, usage = calls or "This one.", RequestUsage(prompt_tokens=1, completion_tokens=1)
+        return CreateResult(finish_reason="stop", content=content, usage=usage, cached=False)
 
     monkeypatch.setattr(OpenAIChatCompletionClient, "create", create)
     client = Client(model="gpt-4o", base_url="http://127.0.0.1:9")
@@ -72,14 +71,15 @@ async def ask_in_a_thread(ask: Ask) -> str:
 WAYS = (ask_directly, ask_twice_at_once, ask_in_time, ask_in_a_thread)
 
 
-def function_tool(client: Client, way: Way) -> Any:
+def with_function(client: Client, way: Way, of: Any = None, **options: Any) -> AssistantAgent:
     async def look() -> str:
         return await way(client.ask)
 
-    return {"tools": [FunctionTool(look, description="looks")]}
+    tools: Any = [FunctionTool(look, description="looks")]
+    return AssistantAgent("one", of or client, tools=tools, reflect_on_tool_use=True, **options)
 
 
-def workbench(client: Client, way: Way) -> Any:
+def with_workbench(client: Client, way: Way) -> AssistantAgent:
     class Bench(StaticWorkbench):
         async def call_tool(self, *_: Any, **__: Any) -> ToolResult:
             return await super().call_tool("look", {"place": await way(client.ask)})
@@ -87,7 +87,8 @@ def workbench(client: Client, way: Way) -> Any:
     async def look(place: str) -> str:
         return place
 
-    return {"workbench": Bench([FunctionTool(look, description="looks")])}
+    bench = Bench([FunctionTool(look, description="looks")])
+    return AssistantAgent("one", client, workbench=bench, reflect_on_tool_use=True)
 
 
 class Asker(AssistantAgent):
@@ -109,11 +110,11 @@ async def run_linked(
 ) -> tuple[list[str], list[set[str]]]:
     """Run a linked team once around.
 
-    Return whose calls were reported, and after each ``ask``, whose next requests are held.
+    Return the agents of the reported calls, and for each ``ask`` the agents with a held request.
     """
     events: list[Event] = []
     held: list[set[str]] = []
-    team = RoundRobinGroupChat(list(agents), max_turns=len(agents))
+    team = team_of(*agents)
     linked = link(team, listener=events.append, include=include)
 
     async def ask() -> str:
@@ -124,15 +125,7 @@ async def run_linked(
     client.ask = ask  # type: ignore[method-assign]
     await team.run(task="Go.")
     await linked.close()
-    return [event.agent for event in events if isinstance(event, CallStarted)], held
-
-
-def with_function(client: Client, way: Way) -> AssistantAgent:
-    return AssistantAgent("one", client, reflect_on_tool_use=True, **function_tool(client, way))
-
-
-def with_workbench(client: Client, way: Way) -> AssistantAgent:
-    return AssistantAgent("one", client, reflect_on_tool_use=True, **workbench(client, way))
+    return [event.agent for event in of_kind(events, CallStarted)], held
 
 
 def with_method(client: Client, way: Way) -> AssistantAgent:
@@ -153,7 +146,7 @@ async def test_the_calls_of_a_tool_are_not_its_agents(
     assert held and all(agents == {"one"} for agents in held)
 
 
-async def test_what_a_tool_leaves_running_is_not_its_agents(client: Client) -> None:
+async def test_what_a_tool_leaves_running_is_its_own(client: Client) -> None:
     left: list[asyncio.Task[str]] = []
     tool_has_ended = asyncio.Event()
 
@@ -178,16 +171,14 @@ async def test_what_a_tool_leaves_running_is_not_its_agents(client: Client) -> N
     assert (await run_linked(client, agent))[0] == ["one", "one"]
 
 
-async def test_tools_of_agents_with_other_clients_call_alone(
-    client: Client,
-) -> None:
+async def test_tools_of_other_clients_agents_call_alone(client: Client) -> None:
     other = OpenAIChatCompletionClient(model="gpt-4o", api_key="EMPTY")
-    one = AssistantAgent("one", other, **function_tool(client, ask_directly))
+    one = with_function(client, ask_directly, of=other)
     callers, held = await run_linked(client, one, AssistantAgent("two", client))
     assert callers == ["two"] and len(held) == 1
 
 
-async def test_calls_that_an_agent_makes_in_tasks_are_its(client: Client) -> None:
+async def test_calls_in_an_agents_tasks_are_its_own(client: Client) -> None:
     class Impatient(BaseChatAgent):
         produced_message_types = (TextMessage,)
 
@@ -219,8 +210,8 @@ async def test_a_client_may_send_its_requests_in_tasks(client: Client) -> None:
     assert (await run_linked(client, agent))[0] == ["one", "one"]
 
 
-async def test_agents_of_a_team_tool_make_their_own_calls(client: Client) -> None:
-    inner = RoundRobinGroupChat([AssistantAgent("inner", client)], max_turns=1)
+async def test_a_team_tools_agents_make_their_calls(client: Client) -> None:
+    inner = make_team(client, "inner")
     inner_events: list[Event] = []
     inner_link = link(inner, listener=inner_events.append)
     tool = TeamTool(inner, name="look", description="looks")
@@ -228,4 +219,4 @@ async def test_agents_of_a_team_tool_make_their_own_calls(client: Client) -> Non
     callers, _ = await run_linked(client, agent)
     await inner_link.close()
     assert callers == ["one", "one"]
-    assert [each.agent for each in inner_events if isinstance(each, CallStarted)] == ["inner"]
+    assert [each.agent for each in of_kind(inner_events, CallStarted)] == ["inner"]

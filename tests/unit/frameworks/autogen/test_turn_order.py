@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from autogen_agentchat.messages import HandoffMessage
 from autogen_agentchat.teams._group_chat._graph._digraph_group_chat import (
     DiGraph,
@@ -35,14 +36,17 @@ def graph_manager(edges: Edges, size: int, conditions: Edges = frozenset()) -> A
     manager: Any = GraphFlowManager.__new__(GraphFlowManager)
     manager._edges = {name: node.edges for name, node in nodes.items()}
     manager._build_lookup_tables(graph)
-    manager._triggered_activation_groups = {}
-    manager._remaining = {t: Counter(g) for t, g in graph.get_remaining_map().items()}
-    manager._origin_remaining = {t: Counter(g) for t, g in manager._remaining.items()}
-    manager._graph = graph
-    manager._ready = []
-    manager._active_speakers = []
-    manager._max_turns = None
-    manager._current_turn = 0
+    counts = graph.get_remaining_map().items()
+    vars(manager).update(
+        _remaining={name: Counter(groups) for name, groups in counts},
+        _origin_remaining={name: Counter(groups) for name, groups in counts},
+        _triggered_activation_groups={},
+        _graph=graph,
+        _ready=[],
+        _active_speakers=["a0"],
+        _max_turns=None,
+        _current_turn=0,
+    )
     return manager
 
 
@@ -78,23 +82,20 @@ def test_turns_of_a_graph_are_forecast_to_its_end(graph: tuple[Edges, int]) -> N
     expected = {
         Turn(name, tuple(steps[:place])) for place in range(1, len(steps)) for name in steps[place]
     }
-    before = repr((manager._remaining, manager._ready, manager._triggered_activation_groups))
+    before = repr(vars(manager))
     assert set(upcoming_turns(manager, "a0")) == expected
-    after = repr((manager._remaining, manager._ready, manager._triggered_activation_groups))
-    assert before == after
+    assert repr(vars(manager)) == before
 
 
 def test_turns_after_a_condition_are_unsure() -> None:
     edges: Edges = {(0, 1), (0, 2), (1, 3), (2, 3)}
     manager = graph_manager(edges, 4, conditions={(0, 1), (0, 2)})
-    manager._active_speakers = ["a0"]
     step = frozenset(["a0"])
     assert upcoming_turns(manager, "a0") == [Turn("a1", (step,), False), Turn("a2", (step,), False)]
 
 
 def test_no_turns_are_forecast_beyond_max_turns() -> None:
     manager = graph_manager({(0, 1), (1, 2)}, 3)
-    manager._active_speakers = ["a0"]
     manager._max_turns = 2
     assert [turn.agent for turn in upcoming_turns(manager, "a0")] == ["a1"]
 
@@ -104,27 +105,25 @@ def test_an_unknown_manager_has_no_turns() -> None:
     assert first_turns(SimpleNamespace()) == []  # type: ignore[arg-type]
 
 
-def idle_manager(kind: Any, **state: Any) -> Any:
-    """Make the manager of a team whose run has ended, without a runtime."""
-    manager = kind.__new__(kind)
-    vars(manager).update(_participant_names=["one", "two", "three"], _message_thread=[], **state)
-    return manager
+HANDOFF = HandoffMessage(content="Go.", source="one", target="three")
+TO_USER = HandoffMessage(content="Your turn.", source="three", target="user")
 
 
-def test_every_manager_forecasts_first_turns() -> None:
-    handoff = HandoffMessage(content="Go.", source="one", target="three")
-    swarm = idle_manager(SwarmGroupChatManager, _current_speaker="one")
-    assert first_turns(swarm) == [Turn("one", sure=False)]
-    swarm._message_thread.append(handoff)
-    assert first_turns(swarm) == [Turn("three", sure=False)]
-    to_user = HandoffMessage(content="Your turn.", source="three", target="user")
-    swarm._message_thread.append(to_user)
-    assert first_turns(swarm) == []
-    order = idle_manager(RoundRobinGroupChatManager, _next_speaker_index=1)
-    assert first_turns(order) == [Turn("two", sure=False)]
-    graph = idle_manager(GraphFlowManager, _ready=["one", "two"])
-    assert first_turns(graph) == [Turn("one", sure=False), Turn("two", sure=False)]
-    selector = idle_manager(SelectorGroupChatManager, _selector_func=None, _candidate_func=None)
-    assert first_turns(selector) == [Turn(MANAGER, sure=False)]
-    selector._selector_func = lambda thread: "one"
-    assert first_turns(selector) == []
+@pytest.mark.parametrize(
+    ("kind", "state", "agents"),
+    [
+        (SwarmGroupChatManager, {"_current_speaker": "one"}, ["one"]),
+        (SwarmGroupChatManager, {"_message_thread": [HANDOFF]}, ["three"]),
+        (SwarmGroupChatManager, {"_message_thread": [HANDOFF, TO_USER]}, []),
+        (RoundRobinGroupChatManager, {"_next_speaker_index": 1}, ["two"]),
+        (GraphFlowManager, {"_ready": ["one", "two"]}, ["one", "two"]),
+        (SelectorGroupChatManager, {"_selector_func": None, "_candidate_func": None}, [MANAGER]),
+        (SelectorGroupChatManager, {"_selector_func": lambda _: "one"}, []),
+    ],
+)
+def test_every_manager_forecasts_first_turns(kind: Any, state: Any, agents: list[str]) -> None:
+    """The runs of the managers' teams have ended; there is no runtime."""
+    manager: Any = kind.__new__(kind)
+    names = ["one", "two", "three"]
+    vars(manager).update({"_participant_names": names, "_message_thread": [], **state})
+    assert first_turns(manager) == [Turn(agent, sure=False) for agent in agents]

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import MutableMapping
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
+from flashmoa.moa.serve.application import sending_events
 from flashmoa.moa.serve.chat_completions import without_urls
-from tests.unit.moa.scripted_engine import NOWHERE, scripted_engine
-from tests.unit.moa.serve.served import ask, served
+from tests.unit.moa.scripted_engine import NOWHERE
+from tests.unit.moa.serve.served import ask, serving
 
 SCRIPTS = {
     "plain": ["It is ", "18."],
     "halves": ["a", "\ud83d", "b"],
     "cut": ["It", ("end", "cut")],
 }
-
-
-@asynccontextmanager
-async def serving(*layers: list[dict[str, Any]]) -> AsyncGenerator[httpx.AsyncClient]:
-    """Serve a mixture; by default its models are on the scripted engine."""
-    async with scripted_engine(SCRIPTS) as (engine, _):
-        tables = [{"models": [{"engine": engine.url, **one} for one in layer]} for layer in layers]
-        async with served({"layers": tables}) as http:
-            yield http
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -37,8 +29,8 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_half_a_surrogate_pair_does_no_harm(*, streams: bool) -> None:
-    """Neither in an answer that an agent reads nor in the last one."""
-    async with serving([{"model": "halves"}], [{"model": "halves"}]) as http:
+    """An agent reads such an answer, and writes another."""
+    async with serving(SCRIPTS, [{"model": "halves"}], [{"model": "halves"}]) as (_, http):
         answer = await ask(http, stream=streams)
     assert answer.status_code == 200
     bodies = [answer.json()] if not streams else events(answer)
@@ -54,7 +46,8 @@ async def test_answers_do_not_show_urls_of_engines(
 ) -> None:
     gone: dict[str, Any] = {"engine": NOWHERE, "model": "gone"}
     twice: dict[str, Any] = {"engine": None, "engines": [NOWHERE, f"{NOWHERE}9"], "model": "gone"}
-    async with serving([{"model": "plain"}, twice, {"model": "cut"}], [gone]) as http:
+    first = [{"model": "plain"}, twice, {"model": "cut"}]
+    async with serving(SCRIPTS, first, [gone]) as (_, http):
         answer = await ask(http, stream=streams)
     assert answer.status_code == 200 and "http" not in answer.text
     body = events(answer)[-1] if streams else answer.json()
@@ -69,7 +62,7 @@ async def test_answers_do_not_show_urls_of_engines(
 
 async def test_errors_do_not_show_urls_of_engines(caplog: pytest.LogCaptureFixture) -> None:
     gone: dict[str, Any] = {"engine": NOWHERE, "model": "gone"}
-    async with serving([gone], [gone]) as http:
+    async with serving(SCRIPTS, [gone], [gone]) as (_, http):
         answers = [await ask(http), await ask(http, stream=True)]
     assert answers[0].status_code == 502
     for answer in answers:
@@ -93,3 +86,30 @@ ENGINES = {"http://gpu1:3000": "engine 1", "http://gpu1:30001": "engine 2", "htt
 )
 def test_each_url_has_the_name_of_its_own_engine(text: str, seen: str) -> None:
     assert without_urls(text, ENGINES) == seen
+
+
+class Client:
+    """Records the bytes of an event stream, and tells when a second heartbeat has come."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.has_beaten_twice = anyio.Event()
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        self.data += message.get("body", b"")
+        if self.data.count(b": ") >= 2:
+            self.has_beaten_twice.set()
+
+
+@pytest.mark.parametrize("seconds", [0.001, 3600])
+async def test_comments_are_sent_only_without_events(seconds: float) -> None:
+    client = Client()
+    async with sending_events(client, seconds) as send_event:
+        if seconds < 1:
+            with anyio.fail_after(30):
+                await client.has_beaten_twice.wait()
+        await send_event({"text": "é\u2028"})
+    parts = client.data.split(b"\n\n")
+    sent = [part for part in parts if not part.startswith(b":")]
+    assert sent == [b'data: {"text": "\\u00e9\\u2028"}', b"data: [DONE]", b""]
+    assert (parts == sent) == (seconds > 1)

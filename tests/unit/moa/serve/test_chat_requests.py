@@ -27,9 +27,8 @@ def refusal(**body: Any) -> ChatRequestRefused:
     return refused.value
 
 
-@pytest.mark.parametrize("limits", [(5, 7), (7, 5)])
-def test_both_names_of_max_tokens_are_kept_to(limits: tuple[int, int]) -> None:
-    older, newer = limits
+@pytest.mark.parametrize(("older", "newer"), [(5, 7), (7, 5)])
+def test_both_names_of_max_tokens_are_kept_to(older: int, newer: int) -> None:
     given = parse(max_tokens=older, max_completion_tokens=newer).parameters
     assert given == {"max_tokens": 5}
 
@@ -82,29 +81,27 @@ def test_a_body_that_is_no_request_is_named(content: bytes, problem: str) -> Non
     assert problem in str(refused.value)
 
 
+UNKNOWN = "unknown_parameter"
+
+
 @pytest.mark.parametrize(
-    ("body", "param", "code", "problem"),
+    ("name", "value", "code", "problem"),
     [
-        ({"temprature": 1}, "temprature", "unknown_parameter", "did you mean 'temperature'?"),
-        ({"features": {}}, "features", "unknown_parameter", "there is no field 'features'"),
-        ({"temperature": 3}, "temperature", None, "temperature is 3: Input should be less"),
-        ({"temperature": "hot"}, "temperature", None, "Input should be a valid number"),
-        ({"max_tokens": 0}, "max_tokens", None, "greater than or equal to 1"),
-        ({"response_format": {"type": "xml"}}, "response_format", None, "'json_object'"),
-        ({"stream_options": {}}, "stream_options", None, "send it, too"),
-        (
-            {"stream": True, "stream_options": {"include_usag": True}},
-            "stream_options",
-            "unknown_parameter",
-            "did you mean 'include_usage'?",
-        ),
+        ("temprature", 1, UNKNOWN, "did you mean 'temperature'?"),
+        ("features", {}, UNKNOWN, "there is no field 'features'"),
+        ("temperature", 3, None, "temperature is 3: Input should be less"),
+        ("temperature", "hot", None, "Input should be a valid number"),
+        ("max_tokens", 0, None, "greater than or equal to 1"),
+        ("response_format", {"type": "xml"}, None, "'json_object'"),
+        ("stream_options", {}, None, "send it, too"),
+        ("stream_options", {"include_usag": True}, UNKNOWN, "did you mean 'include_usage'?"),
     ],
 )
 def test_a_field_that_none_can_follow_is_refused(
-    body: dict[str, Any], param: str, code: str | None, problem: str
+    name: str, value: Any, code: str | None, problem: str
 ) -> None:
-    error = refusal(**body)
-    assert (error.param, error.code, error.status) == (param, code, 400)
+    error = refusal(**{name: value, **({"stream": True} if value and "stream" in name else {})})
+    assert (error.param, error.code, error.status) == (name, code, 400)
     assert problem in str(error)
 
 
@@ -115,7 +112,7 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
     assert parse(**neutral, store=False).parameters == {}
 
 
-def test_parts_become_a_string_developers_the_system() -> None:
+def test_parts_and_developers_are_converted() -> None:
     parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]
     chat = parse(
         messages=[
@@ -133,29 +130,26 @@ def test_calls_of_tools_and_their_results_are_kept() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "1", "content": "42"}
-    assert parse(messages=[*QUESTION, asked, result]).messages == [
-        *QUESTION,
-        {**asked, "content": ""},
-        result,
-    ]
+    parsed = parse(messages=[*QUESTION, asked, result]).messages
+    assert parsed == [*QUESTION, {**asked, "content": ""}, result]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
 @pytest.mark.parametrize(
-    ("messages", "problem"),
+    ("role", "content", "problem"),
     [
-        ([], "messages is []"),
-        ([{"role": "user", "content": None}], "messages.0 has no content"),
-        ([{"role": "assistant", "content": "?"}], "the last message has role 'assistant'"),
-        ([{"role": "critic", "content": "?"}], 'messages.0.role is "critic"'),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0 has no text"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            'messages.0.content.0 has type "image_url"',
-        ),
+        (None, None, "messages is []"),
+        ("user", None, "messages.0 has no content"),
+        ("assistant", "?", "the last message has role 'assistant'"),
+        ("critic", "?", 'messages.0.role is "critic"'),
+        ("user", [{"type": "text"}], "messages.0.content.0 has no text"),
+        ("user", [IMAGE], 'messages.0.content.0 has type "image_url"'),
     ],
 )
 def test_messages_without_an_answer_are_refused(
-    messages: list[dict[str, Any]], problem: str
+    role: str | None, content: Any, problem: str
 ) -> None:
-    error = refusal(messages=messages)
+    error = refusal(messages=[{"role": role, "content": content}] if role else [])
     assert error.param == "messages" and problem in str(error)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
 import pytest
 
 from flashmoa.moa.settings import Sampling
-from tests.unit.moa.scripted_engine import ScriptedEngine, scripted_engine
-from tests.unit.moa.serve.served import ask, served
+from tests.unit.moa.scripted_engine import ScriptedEngine
+from tests.unit.moa.serve.served import ask, serving
 
 KINDS: dict[str, dict[str, Any]] = {
     "mixture": {},
@@ -46,38 +45,29 @@ NOWHERE: dict[str, tuple[Any, str]] = {
     "web_search_options": ({}, "agents cannot search the web"),
     "audio": ({"voice": "x"}, 'audio is {"voice": "x"}: agents write text'),
 }
-NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "tools": [],
-    "logprobs": False,
-    "response_format": {"type": "text"},
-    "min_tokens": 0,
-}
+NEUTRAL: Any = {"n": 1, "tools": [], "logprobs": False, "response_format": {"type": "text"},
+                "min_tokens": 0}  # fmt: skip
 
 
-@asynccontextmanager
-async def serving(kind: str) -> AsyncGenerator[tuple[ScriptedEngine, httpx.AsyncClient]]:
-    """Serve two agents and one that answers."""
+def three_agents(
+    kind: str,
+) -> AbstractAsyncContextManager[tuple[ScriptedEngine, httpx.AsyncClient]]:
+    """Serve two agents, and one that answers."""
     scripts = {"first": ["It is ", "18."], "last": ["It is ", "19."]}
-    async with scripted_engine(scripts) as (engine, _):
-        first = {"models": [{"engine": engine.url, "model": "first", "repeat": 2}]}
-        last = {"models": [{"engine": engine.url, "model": "last"}]}
-        async with served({"layers": [first, last], **KINDS[kind]}) as http:
-            yield engine, http
+    first: dict[str, Any] = {"model": "first", "repeat": 2}
+    return serving(scripts, [first], [{"model": "last"}], **KINDS[kind])
 
 
-def test_every_parameter_has_a_value_in_these_tests() -> None:
+def test_every_parameter_is_tested() -> None:
     of_the_answer = {"stop", "max_tokens", "max_completion_tokens"}
     assert Sampling.model_fields.keys() <= EVERYWHERE.keys() | OF_ONE_REQUEST | of_the_answer
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {**OF_ONE_REQUEST, "stop": ["#"]}], ids=["parts", "whole"])
-async def test_parameters_reach_only_the_agent_that_answers(
-    kind: str, more: dict[str, Any]
-) -> None:
+async def test_parameters_reach_the_agent_that_answers(kind: str, more: Any) -> None:
     given = {**EVERYWHERE, **more}
-    async with serving(kind) as (engine, http):
+    async with three_agents(kind) as (engine, http):
         answer = await ask(http, **given)
     assert answer.status_code == 200, answer.text
     passed = [body for body in engine.bodies if body["model"] == "last"]
@@ -88,7 +78,7 @@ async def test_parameters_reach_only_the_agent_that_answers(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_no_agent_can_follow_is_refused(kind: str) -> None:
-    async with serving(kind) as (engine, http):
+    async with three_agents(kind) as (engine, http):
         for name, (value, sentence) in NOWHERE.items():
             answer = await ask(http, **{name: value})
             error = answer.json()["error"]
@@ -103,7 +93,7 @@ async def test_what_no_agent_can_follow_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(IN_PARTS))
 @pytest.mark.parametrize("name", OF_ONE_REQUEST)
 async def test_what_parts_cannot_follow_has_one_request(kind: str, name: str) -> None:
-    async with serving(kind) as (engine, http):
+    async with three_agents(kind) as (engine, http):
         answer = await ask(http, **{name: OF_ONE_REQUEST[name]})
     assert answer.json()["flashmoa"]["in_one_request_for"] == [name]
     assert answer.json()["choices"][0]["message"]["content"] == "It is 19."

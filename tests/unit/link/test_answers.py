@@ -11,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.link.answers import AnswerReader
+from tests.unit.openai.fake_server import lines_of
 
 
 def chunk(finish_reason: str | None = None, **delta: Any) -> bytes:
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+    return lines_of([{"choices": [choice]}])[0]
+
+
+def document(finish_reason: str, usage: Any = None, **message: Any) -> bytes:
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+    return json.dumps({"choices": [choice], "usage": usage}).encode()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ def test_odd_parts_of_a_chunk_are_no_problem() -> None:
         {"choices": [{"delta": None}], "usage": None},
         *[{"choices": [{"delta": {"reasoning": {"an": "object"}}}]}] * 3,
     ]
-    data = [b"data:\n\n", *(f"data: {json.dumps(event)}\n\n".encode() for event in odd)]
+    data = [b"data:\n\n", *lines_of(odd, is_whole=False)]
     text = "".join(map(reader.feed, [chunk(content="Hé"), *data, chunk(content="llo")]))
     assert text == "Héllo" and reader.problem == problem
     reader.feed(b'data: {"choices": [{"finish_reason":\r\ndata: "stop", "delta": null}]}\r\n')
@@ -60,31 +66,28 @@ def test_a_tool_call_is_not_forwarded() -> None:
 
 
 def test_a_whole_answer_is_read_with_its_usage() -> None:
-    message = {"index": 0, "message": {"content": "Hello"}, "finish_reason": "length"}
     usage = {"prompt_tokens": 3, "completion_tokens": 1}
     reader = AnswerReader(is_stream=False)
-    assert reader.feed(json.dumps({"choices": [message], "usage": usage}).encode()) == "Hello"
+    assert reader.feed(document("length", usage, content="Hello")) == "Hello"
     result = reader.result()
     assert result is not None and result.usage is not None
     assert (result.usage.prompt_tokens, result.finish_reason) == (3, "length")
 
 
-@given(st.booleans())
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_the_text_of_an_answer_in_parts_is_read(is_stream: bool) -> None:
     parts = [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Hé"}, "llo"]
     reader = AnswerReader(is_stream=is_stream)
-    if is_stream:
-        text = reader.feed(chunk(content=parts[:2]) + chunk("stop", content=parts[2:]))
-    else:
-        choice = {"index": 0, "message": {"content": parts}, "finish_reason": "stop"}
-        text = reader.feed(json.dumps({"choices": [choice]}).encode())
+    streamed = chunk(content=parts[:2]) + chunk("stop", content=parts[2:])
+    text = reader.feed(streamed if is_stream else document("stop", content=parts))
     result = reader.result()
     assert result is not None and result.is_forwarded
     assert text == result.text == "Héllo"
 
 
-@given(st.booleans(), st.booleans(), st.sampled_from(["", "I look. "]))
-def test_an_answer_with_tool_calls_is_agents_message(
+@pytest.mark.parametrize(("is_stream", "has_places"), [(0, 0), (1, 0), (1, 1)])
+@pytest.mark.parametrize("text", ["", "I look. "])
+def test_an_answer_with_tool_calls_is_a_message(
     is_stream: bool, has_places: bool, text: str
 ) -> None:
     calls = [
@@ -102,8 +105,7 @@ def test_an_answer_with_tool_calls_is_agents_message(
         reader.feed(data + chunk("tool_calls"))
     else:
         message = {"content": text or None, "reasoning_content": "Hm", "tool_calls": calls}
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
-        reader.feed(json.dumps({"choices": [choice]}).encode())
+        reader.feed(document("tool_calls", **message))
     result = reader.result()
     assert result is not None and result.tool_calls == {
         "role": "assistant",
@@ -131,10 +133,8 @@ def chunks(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Return the chunks of an answer; many chunks differ from the previous chunk in one field."""
     found: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(1, 3))):
-        deltas, indexes = (
-            draw(st.sampled_from(DELTAS)),
-            draw(st.sampled_from([[0], [0], [0, 0], [0, 1]])),
-        )
+        deltas = draw(st.sampled_from(DELTAS))
+        indexes = draw(st.sampled_from([[0], [0], [0, 0], [0, 1]]))
         for length in draw(st.lists(st.integers(1, 2), max_size=6)):
             choices = [
                 {"index": index, "delta": draw(deltas), "logprobs": draw(LOGPROBS), "stop": None}
@@ -174,7 +174,7 @@ def test_a_stream_is_read_as_its_chunks_add_up(
         assert reply.get("reasoning", "") == "".join(reasoning)
 
 
-def test_events_in_comments_or_after_the_end_are_none() -> None:
+def test_comments_and_late_events_are_no_text() -> None:
     reader = AnswerReader(is_stream=True)
     event = chunk(content="a")
     assert [reader.feed(event) for _ in range(3)] == ["a"] * 3

@@ -11,7 +11,7 @@ from flashmoa_sglang.scheduler import streams
 from flashmoa_sglang.sglang import torchvision_ops
 from flashmoa_sglang.sglang.releases import RELEASE
 
-from tests.unit.plugin.scheduler.fake_scheduler import FakeScheduler
+from tests.unit.plugin.scheduler.fakes import FakeScheduler
 
 # Before any of these tests imports SGLang.
 torchvision_ops.allow_mismatched_build()

@@ -21,7 +21,7 @@ from flashmoa_sglang.scheduler.request import is_increment, state_of
 from flashmoa_sglang.sglang.options import Options
 from flashmoa_sglang.sglang.releases import RELEASE
 
-from tests.unit.plugin.scheduler.fake_scheduler import FakeScheduler, opening, request
+from tests.unit.plugin.scheduler.fakes import FakeScheduler, opening, request
 from tests.unit.plugin.scheduler.virtual_time.clock import Clock, Event
 
 # Seconds from a client to the scheduler, and from a result to the client.

@@ -18,7 +18,7 @@ from flashmoa_sglang.messages import RequestMark
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.http.fake_engine import generation
+from tests.unit.plugin.http.fakes import generation
 
 pytestmark = pytest.mark.anyio
 

@@ -94,86 +94,47 @@ def _written(number: int, tokens: int) -> range:
 
 
 @dataclass(frozen=True)
-class Chains:
-    """Chains of agents on one engine, each started some seconds after the one before.
+class Workflows:
+    """Agents in layers: a prompt ends with all answers of the previous layer.
 
     Args:
-        kinds: the agents of a chain, each as (prompt, answer) in tokens. A prompt ends with the
-            answer before it. The kinds take turns.
-        apart: seconds between two chains.
+        kinds: workflows, which take turns. A layer's agents are (prompt, answer), in tokens.
+        apart: seconds between two workflows.
     """
 
     count: int
-    kinds: Sequence[Sequence[tuple[int, int]]]
+    kinds: Sequence[Sequence[Sequence[tuple[int, int]]]]
     apart: float = 0.5
 
     def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
         for number in range(self.count):
-            clock.start(self._chain(clock, engine, figures, number, links=links))
+            clock.start(self._run(clock, engine, figures, number, links=links))
 
-    def _chain(
+    def _run(
         self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
     ) -> Process:
         yield number * self.apart
-        agents = self.kinds[number % len(self.kinds)]
-        started, last = clock.now, None
+        layers = self.kinds[number % len(self.kinds)]
+        started, ended = clock.now, None
         stream, stop = None, Event()
-        for position, (prompt, output) in enumerate(agents):
+        for position, layer in enumerate(layers):
             stop.happen()
-            ids = _written(100 * number + position, output)
-            answer = engine.ask(prompt, output, stream, ids)
-            if links and position + 1 < len(agents):
+            places = range(100 * number + 10 * position, 100 * number + 10 * position + len(layer))
+            answers = [
+                engine.ask(prompt, output, stream, _written(place, output))
+                for place, (prompt, output) in zip(places, layer, strict=True)
+            ]
+            if links and position + 1 < len(layers):
                 stream, stop = f"{number}-{position + 1}", Event()
-                following, its_output = agents[position + 1]
-                engine.open(stream, following - output, its_output)
-                clock.start(feed(engine, stream, [answer], [output], stop))
-            yield answer.over
-            if last is not None:
-                figures.gaps.append(answer.times[0] - last)
-            last = answer.times[-1]
-        figures.latencies.append(clock.now - started)
-
-
-@dataclass(frozen=True)
-class FanIn:
-    """Mixtures of agents: one reads what all of a layer write, one text after the other.
-
-    Args:
-        answers: tokens of each proposer's answer.
-        known: number of tokens of the reader's prompt before the answers.
-    """
-
-    count: int
-    answers: Sequence[int]
-    prompt: int = 1000
-    known: int = 500
-    output: int = 200
-    apart: float = 2.0
-
-    def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
-        for number in range(self.count):
-            clock.start(self._mixture(clock, engine, figures, number, links=links))
-
-    def _mixture(
-        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
-    ) -> Process:
-        yield number * self.apart
-        started = clock.now
-        layer = [
-            engine.ask(self.prompt, output, ids=_written(100 * number + position, output))
-            for position, output in enumerate(self.answers)
-        ]
-        stream, stop = (str(number) if links else None), Event()
-        if stream is not None:
-            engine.open(stream, self.known, self.output)
-            clock.start(feed(engine, stream, layer, self.answers, stop))
-        for answer in layer:
-            yield answer.over
-        stop.happen()
-        last = clock.now
-        answer = engine.ask(self.known + sum(self.answers), self.output, stream)
-        yield answer.over
-        figures.gaps.append(answer.times[0] - last)
+                ((prompt, output),) = layers[position + 1]
+                lengths = [length for _, length in layer]
+                engine.open(stream, prompt - sum(lengths), output)
+                clock.start(feed(engine, stream, answers, lengths, stop))
+            for answer in answers:
+                yield answer.over
+            if ended is not None:
+                figures.gaps.append(answers[0].times[0] - ended)
+            ended = clock.now
         figures.latencies.append(clock.now - started)
 
 

@@ -18,7 +18,7 @@ from flashmoa_sglang.moe.asyncep.cuda import CudaDevice
 from flashmoa_sglang.moe.asyncep.experts import store_on_host
 from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader
 
-from tests.unit.plugin.moe.fake_gpu import ExpertLayer
+from tests.unit.plugin.moe.fakes import ExpertLayer
 
 PAGE = 4096
 POSIX_DESCRIPTOR = "posix file descriptor"

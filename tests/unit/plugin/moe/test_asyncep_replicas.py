@@ -31,7 +31,7 @@ from flashmoa_sglang.moe.asyncep.replicas import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.moe.fake_gpu import ExpertLayer, FakeGpu
+from tests.unit.plugin.moe.fakes import ExpertLayer, FakeGpu
 
 WAIT = 20.0
 

@@ -13,7 +13,7 @@ from flashmoa_sglang.sglang.releases import RELEASE
 
 from tests.unit.plugin.scheduler.fakes import FakeScheduler
 
-# Before any of these tests imports SGLang.
+# A test may import SGLang only after this call.
 torchvision_ops.allow_mismatched_build()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,25 +17,26 @@ from flashmoa_sglang.http.scoring.questions import (
     refuse_duplicates,
     rerank_question,
     score_question,
-)
+)  # fmt: skip
 from flashmoa_sglang.http.scoring.routes import check_size
 from flashmoa_sglang.http.streams import Limits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from tests.unit.plugin.http.tokens.test_token_buffer import (
-    byte_level_with_pattern,
-    sentencepiece_like,
-)
+from tests.unit.plugin.http.tokens import families
 
 RERANKER = 'The answer can only be "yes" or "no". {{ messages[0].content }}'
 BODY: dict[str, Any] = {"query": "q", "documents": ["one", "two"]}
 
 
+def reranked(template: str, **fields: Any) -> Any:
+    """Return the question of a list of two documents."""
+    body = RerankBody(**{**BODY, **fields})
+    return rerank_question(body, document_texts(body), template)
+
+
 def test_a_rerankers_template_gets_two_messages() -> None:
-    body = RerankBody(**BODY, instruct="Find trips.")
-    question = rerank_question(body, document_texts(body), RERANKER)
+    question = reranked(RERANKER, instruct="Find trips.")
     assert question.answers == ["yes", "no"]
     messages = question.prompts[1].messages
     assert messages == [{"role": "user", "content": "q"}, {"role": "user", "content": "two"}]
@@ -45,8 +45,7 @@ def test_a_rerankers_template_gets_two_messages() -> None:
 
 def test_models_think_only_if_the_client_says_so() -> None:
     for kwargs, expected in [(None, False), ({"enable_thinking": True}, True)]:
-        body = RerankBody(**BODY, chat_template_kwargs=kwargs)
-        question = rerank_question(body, document_texts(body), "{{ messages }}")
+        question = reranked("{{ messages }}", chat_template_kwargs=kwargs)
         assert question.prompts[0].chat_template_kwargs == {"enable_thinking": expected}
         assert question.answers == ["Yes", "No"]
 
@@ -60,20 +59,14 @@ def test_model_without_a_chat_template_continues_a_text() -> None:
 
 
 def test_query_may_be_an_object_with_a_text() -> None:
-    body = RerankBody(**{**BODY, "query": {"text": "lakes"}})
-    text = rerank_question(body, document_texts(body), "").prompts[0].text
-    assert text is not None and "Query: lakes\n" in text
+    assert "Query: lakes\n" in reranked("", query={"text": "lakes"}).prompts[0].text
     for query in ("  ", {"text": " "}, {"title": "lakes"}):
         with pytest.raises(MalformedRequest, match="query"):
-            rerank_question(RerankBody(**{**BODY, "query": query}), ["one"], "")
+            reranked("", query=query)
 
 
 def test_prompts_begin_with_their_common_part() -> None:
-    body = RerankBody(**BODY)
-    first, second = (
-        prompt.text for prompt in rerank_question(body, document_texts(body), "").prompts
-    )
-    assert first is not None and second is not None
+    first, second = (prompt.text for prompt in reranked("").prompts)
     assert first.index("one") == second.index("two")
     assert first[: first.index("one")] == second[: second.index("two")]
 
@@ -110,14 +103,10 @@ def test_a_document_is_a_text_or_has_one() -> None:
         document_texts(RerankBody(query="q", documents=["a", {"title": "A"}]))
 
 
-@pytest.mark.parametrize(
-    ("fields", "best"),
-    [({"top_n": 2}, 2), ({"top_k": 2}, 2), ({"top_n": 0}, None), ({"top_n": 0, "top_k": 2}, 2)],
-)
-def test_top_k_is_another_name_of_top_n_and_0_asks_for_all(
-    fields: dict[str, int], best: int | None
-) -> None:
-    assert RerankBody(query="q", documents=["a"], **fields).best == best  # type: ignore[arg-type]
+def test_top_k_is_another_name_of_top_n() -> None:
+    """And 0 asks for all."""
+    for top_n, top_k, best in ((2, None, 2), (None, 2, 2), (0, None, None), (0, 2, 2)):
+        assert RerankBody(**BODY, top_n=top_n, top_k=top_k).best == best
 
 
 def test_candidates_that_are_the_same_tokens_are_refused() -> None:
@@ -129,8 +118,8 @@ def test_candidates_that_are_the_same_tokens_are_refused() -> None:
 @pytest.mark.parametrize("picture", ["<|vision_start|>{{ query }}", "<|image_pad|>"])
 def test_vision_rerankers_are_left_to_sglang(picture: str) -> None:
     with pytest.raises(MalformedRequest, match="--flashmoa-scoring off"):
-        rerank_question(RerankBody(**BODY), ["one"], RERANKER + picture)
-    assert rerank_question(RerankBody(**BODY), ["one"], "{{ messages }}" + picture).prompts
+        reranked(RERANKER + picture)
+    assert reranked("{{ messages }}" + picture).prompts
 
 
 @pytest.mark.parametrize(
@@ -158,19 +147,9 @@ def test_fields_of_sglangs_route_are_refused(fields: dict[str, Any], refused: bo
     ("entries", "shared", "answers", "problem"),
     [
         (11, ["q"], 2, "items has 11 entries; this server takes at most 10. Send several"),
-        (
-            10,
-            ["q"],
-            11,
-            "10 items with 11 candidates each are 110 scores; this server takes at most",
-        ),
+        (10, ["q"], 11, "10 items with 11 candidates each are 110 scores; this server takes at"),
         (10, ["q" * 101], 2, "would be 1,010 characters in their prompts together"),
-        (
-            5,
-            [[{"role": "user", "content": "q" * 200}], None],
-            2,
-            "What all 5 items share would be 1,1",
-        ),
+        (5, [[{"role": "user", "content": "q" * 200}], None], 2, "What all 5 items share would"),
     ],
 )
 def test_lists_that_take_too_much_memory_are_refused(
@@ -209,18 +188,14 @@ class CountingTokenizer:
         return CandidateTokenizer(lambda: self)  # type: ignore[arg-type, return-value]
 
 
-def real(model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(model)
+MAKERS = {
+    "served": families.served, "llama 3": families.with_pattern, "llama 2": families.sentencepiece,
+}  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module",
-    params=[real, lambda _: byte_level_with_pattern(), lambda _: sentencepiece_like()],
-    ids=["served", "llama 3", "llama 2"],
-)
-def tokenizer(request: pytest.FixtureRequest, model: Path) -> CountingTokenizer:
-    make: Callable[[Path], Any] = request.param
-    return CountingTokenizer(make(model))
+@pytest.fixture(scope="module", params=MAKERS.values(), ids=MAKERS)
+def tokenizer(request: pytest.FixtureRequest) -> CountingTokenizer:
+    return CountingTokenizer(request.param())
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

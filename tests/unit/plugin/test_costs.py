@@ -74,7 +74,7 @@ def test_steps_are_interpolated() -> None:
     costs = Costs(((1, 0.01), (1001, 0.11)), 0.5, mixed)
     assert costs.decode(5) == pytest.approx(0.02)
     assert costs.added(1, 32) == pytest.approx(0.005)
-    # A measured step of one request replaces the earlier measurement with an answer.
+    # The measured step of one request replaces ``decode_step``.
     assert costs.decode(1) == pytest.approx(0.01)
     assert costs.decode_weight == pytest.approx(100)
 
@@ -85,7 +85,7 @@ def test_small_prefills_bound_a_decodes_weight() -> None:
 
 
 def test_the_total_of_tokens_decides() -> None:
-    # The 129th token takes as long as all 128 tokens before it.
+    # The 129th token takes the time of all 128 tokens before it.
     mixed = ((1, 0, 0.01), (1, 127, 0.02), (1, 128, 0.03), (8, 0, 0.01), (8, 120, 0.018))
     costs = Costs(((1, 0.01), (1001, 0.11)), 0.01, mixed)
     for decodes in range(1, 8):

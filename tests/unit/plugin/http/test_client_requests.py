@@ -48,7 +48,7 @@ def ended_stream(table: StreamTable, ids: Sequence[int], **fields: Any) -> Promp
 
 
 def buffered_stream(table: StreamTable, tokens: list[int], **fields: Any) -> PromptStream:
-    """Open a stream of text that has these tokens, of which the last is not certain."""
+    """Open a stream of text with these tokens. The last one is not certain."""
     certain = tokens[:-1]
     buffer: Any = SimpleNamespace(certain_tokens=len(certain), tokens=array("q", certain))
     buffer.encode_piece, buffer.whole_text = lambda *_: tokens, ""

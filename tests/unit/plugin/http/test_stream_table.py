@@ -1,4 +1,4 @@
-"""Prompt streams in the HTTP process: the table, what it hands over, paces and ranks."""
+"""Prompt streams in the HTTP process: their table, handover, paces and ranks."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_layers_may_be_asked_for_in_any_order(layers: int, slots: int, data: st.
 
 
 class Layer(ExpertLayer):
-    """A layer with a number, from which its values follow once it is loaded."""
+    """A layer whose number determines its values once it is loaded."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__(EXPERTS)

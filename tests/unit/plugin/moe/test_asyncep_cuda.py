@@ -22,7 +22,7 @@ from tests.unit.plugin.moe.fakes import ExpertLayer
 
 PAGE = 4096
 POSIX_DESCRIPTOR = "posix file descriptor"
-# Maps memory in the place of what was reserved there (mmap(2)).
+# Replaces a reserved mapping (mmap(2)).
 MAP_FIXED = 0x10
 libc_mmap = ctypes.CDLL(None).mmap
 libc_mmap.restype = ctypes.c_void_p
@@ -30,7 +30,7 @@ libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 
 
 class FakeProperties:
-    """An allocation's properties, whose location is valid only as long as they are."""
+    """An allocation's properties. Their location becomes invalid with them."""
 
     def __init__(self) -> None:
         self.location = SimpleNamespace()

@@ -73,7 +73,7 @@ def test_every_byte_is_stored_once(layers: list[int], size: int, on_device: floa
 
 
 def both_failures(first: Callable[[], object], second: Callable[[], object]) -> Iterator[str]:
-    """Yield the messages with which two replicas fail."""
+    """Yield the error messages of two replicas."""
     with ThreadPoolExecutor(2) as pool:
         for started in [pool.submit(first), pool.submit(second)]:
             with pytest.raises(ReplicaError) as failure:

@@ -70,7 +70,7 @@ def gave_way() -> list[str]:
 
 @pytest.fixture
 def adder(gave_way: list[str]) -> Adder:
-    """An adder for a pool with 1,000 free tokens, in which eight streams hold 1,000 tokens each."""
+    """An adder for a pool with 1,000 free tokens. Eight streams hold 1,000 tokens each."""
     tree: Any = Tree(1000)
     pins = StreamPins(tree, gave_way.append, lambda _: Stage.NEXT)
     for stream in "abcdefgh":
@@ -334,7 +334,7 @@ def test_a_lone_stream_may_take_the_whole_pool() -> None:
     scheduler = FakeScheduler(5000, total=16_000)
     scheduler.open_stream("a")
     assert room(scheduler) == 5000
-    # Several streams leave a sixteenth of it for later requests.
+    # Several streams leave a sixteenth of the pool for later requests.
     scheduler.open_stream("b")
     assert room(scheduler) == 4000
 
@@ -369,7 +369,7 @@ def test_each_decode_may_begin_a_page() -> None:
 
 
 def order(scheduler: FakeScheduler, waiting: list[Any], priorities: bool = False) -> list[Any]:
-    """Return requests in the order in which they join batches."""
+    """Return requests in their order in the queue."""
     ordered, tree = [*waiting], scheduler.tree_cache
     policy: Any = SimpleNamespace(
         tree_cache=tree, enable_priority_scheduling=priorities, priority_sign=-1
@@ -483,7 +483,7 @@ def job(uncached: int, output: int, queued_at: float, priority: int = 0) -> Any:
 
 
 def shortest_first(jobs: list[Any]) -> list[Any]:
-    """Return jobs in their order in the queue. A decode step takes as long as 100 tokens."""
+    """Return jobs in their order in the queue. A decode step takes the time of 100 tokens."""
     scheduler = FakeScheduler()
     scheduler.flashmoa.options = Options(schedule="sjf")
     scheduler.flashmoa.costs = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)

@@ -87,7 +87,7 @@ def test_freed_increments_reopen_a_full_batch() -> None:
 
 
 def run(busy: Any, steps: int) -> list[int]:
-    """Return the number of stream tokens of each step. Decodes wait for these steps."""
+    """Return the number of stream tokens of each step. No decode is in such a step."""
     done: list[int] = []
     for _ in range(steps):
         built = join_all(busy)
@@ -143,7 +143,7 @@ def test_idle_ranks_prefill_streams_alone(known: tuple[int, ...]) -> None:
     """With moe_dense_tp_size and some backends, SGLang gives a rank only its own number."""
     rank = engine(a=9000)
     rank.require_mlp_sync = True
-    # Ranks that decode take part in a prefill of one of them, and then go on.
+    # Decoding ranks take part when another rank prefills, and then go on.
     for last in (of_decodes(*known), OF_A_PREFILL):
         assert not step(rank, last_batch=last).queues
     assert step(rank, last_batch=None).increments() == [512]

@@ -117,7 +117,7 @@ def joins(batch: SharedPrefill, taken: list[Request], req: Request) -> bool:
 def test_a_request_waits_once(batch: SharedPrefill) -> None:
     taken: list[Request] = []
     assert joins(batch, taken, Request(0, 1000))
-    # So few shared tokens are computed again at once.
+    # A request does not wait for few shared tokens.
     assert joins(batch, taken, Request(0, FEWEST_SHARED))
     waits = Request(0, 800)
     assert not joins(batch, taken, waits)

@@ -1,4 +1,4 @@
-"""Mixed steps: how many tokens of which streams and prompts ride along with decodes."""
+"""Mixed steps: the tokens of streams and prompts that ride along with decodes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_prompts_ride_while_there_are_streams() -> None:
 @pytest.mark.parametrize(
     ("room", "given"),
     [
-        # The rest, a page at each end of it, and two tokens of each decode.
+        # The rest, a page before and after the rest, and two tokens of each decode.
         (400 + 2 + 8, {"chunked_req": chunked()}),
         (300 + 20 + 2 + 8, {"waiting_queue": [request(300, 20), request(1, 1)]}),
     ],

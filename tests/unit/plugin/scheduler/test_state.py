@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
 
 
 class Streamer:
-    """Stands for SGLang's output streamer: notes what it sends, and to which process."""
+    """Stands for SGLang's output streamer: notes requests and the process they are sent to."""
 
     def __init__(self, scheduler: FakeScheduler) -> None:
         self.tree_cache = scheduler.tree_cache
@@ -335,7 +335,7 @@ def test_pipeline_stages_tell_lone_forwards(
 
 def test_atypical_forwards_are_not_described(scheduler: FakeScheduler) -> None:
     nothing = (0, 0, 0, 0, 0.0)
-    # With many short prompts, each prompt takes as long as all tokens together.
+    # A batch of many short prompts takes the time of all tokens.
     assert timer.describe(scheduler, prefills((0, 1), (0, 1))) == nothing
     assert timer.describe(scheduler, prefills((0, 1)))[2] == 1
     held_up = decodes(100)
@@ -364,7 +364,7 @@ def test_layers_of_a_timed_forward_are_told(
     device.compute(decodes(100), prefills((0, 30)), prefills((0, 40), timed=True), timed)
     assert asked == [40]
     assert [report.layers for report in scheduler.sent] == [layers]
-    # Layers that also decode compute for longer than for these tokens alone.
+    # Decodes lengthen the computing time of a layer.
     device.compute(prefills((0, 50), kv=[100], timed=True))
     assert asked == [40] and scheduler.sent[1].layers is None
 
@@ -412,7 +412,7 @@ def test_mixed_decodes_are_at_their_ends(*, speculative: bool, places: list[int]
 
 @pytest.fixture
 def attached() -> FakeScheduler:
-    """A scheduler to which the plugin's state is attached as when SGLang starts."""
+    """A scheduler with the plugin's state, attached as at SGLang's start."""
     made: Any = FakeScheduler()
     made._request_dispatcher = SimpleNamespace(_mapping={})
     state.attach(None, made)

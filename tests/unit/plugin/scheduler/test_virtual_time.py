@@ -198,7 +198,7 @@ def test_others_tokens_come_within_the_limit(gpu: tuple[str, str], times: float)
 
 
 def test_a_limit_makes_no_queue_grow() -> None:
-    """In blocks that fit this limit, prompts would take three times as long as on stock SGLang."""
+    """Blocks within this limit would make prompts three times slower than stock SGLang."""
     limit = 1.1 * tables(*A100_32B).seconds(Forward(decodes=8, context=1500))
     options = Options(intra_turn="off", itl_ms=f"{1000 * limit:.1f}")
     workload = chains("16:1200/300:4000/200")

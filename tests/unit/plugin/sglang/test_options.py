@@ -107,7 +107,7 @@ def test_a_config_file_sets_arguments(
 
 
 def graphs(decode: str, prefill: str, device: str = "cuda", **more: Any) -> dict[str, Any]:
-    """Return arguments with these backends of CUDA graphs."""
+    """Return arguments for CUDA graphs with ``decode`` and ``prefill`` backends."""
     backends = {"decode": decode, "prefill": prefill}
     config = {phase: SimpleNamespace(backend=backend) for phase, backend in backends.items()}
     return {"device": device, "cuda_graph_config": SimpleNamespace(**config), **more}

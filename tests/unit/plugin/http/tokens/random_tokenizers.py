@@ -47,7 +47,7 @@ EXPRESSIONS = [
     r"ab|a",
 ]
 STRINGS = [" ", "a", "ab", ".", "``", "\u0301", "▁", "é", "  "]
-# Expressions of one character, and contents that may replace the character.
+# Expressions of one character, and their replacements.
 CLASSES = [
     " ",
     "a",

@@ -113,7 +113,7 @@ LONG, MEDIUM = text_of(CHARACTERS_PER_TOKEN * ROOM - 99), text_of(3 * LONG_TEXT)
 
 
 async def read_head(text: str, reader: PromptReader, **_: Any) -> None:
-    """Read a chat that the model continues: two texts, of which the first is encoded by itself."""
+    """Read a chat that the model continues. The chat is encoded apart from the answer."""
     pieces = RenderedPrompt([Piece(text, False), Piece("Yes", True)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "render", lambda _: pieces)

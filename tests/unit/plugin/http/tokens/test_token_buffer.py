@@ -46,7 +46,7 @@ STEPS = ["append", "replace", "repeat", "refuse"]
 
 
 def streamed(name: str, text: str = "", step: int = 6) -> TokenBuffer:
-    """Return a buffer to which a text has been appended in pieces of ``step`` characters."""
+    """Append a text to a new buffer in pieces of ``step`` characters. Return the buffer."""
     buffer = TokenBuffer(canonical(name), add_special_tokens=False)
     for start in range(0, len(text), step):
         buffer.append(text[start : start + step])

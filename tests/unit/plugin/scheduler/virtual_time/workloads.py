@@ -169,7 +169,7 @@ class Strangers:
     """Requests of no workflow, one after the other, beside pipelines that others feed.
 
     Args:
-        pipelines: number of pipelines, ``together`` of which run at a time.
+        pipelines: number of pipelines; ``together`` pipelines run at a time.
         tokens: number of tokens that each is fed, ``pace`` in a second.
     """
 

@@ -31,6 +31,7 @@ def fake_release() -> Generator[None]:
         patch.setattr(RELEASE, "running_batch", lambda scheduler, _arguments: scheduler.running)
         patch.setattr(RELEASE, "split_batches", lambda _scheduler, result: result)
         patch.setattr(RELEASE, "no_batch", lambda running: (None, running))
+        patch.setattr(RELEASE, "resolve_arguments", lambda arguments: arguments)
         patch.setattr(RELEASE, "pipeline_stages", lambda _: 1)
         patch.setattr(RELEASE, "why_no_rides", lambda _: "")
         patch.setattr(RELEASE, "why_late", lambda _: "")

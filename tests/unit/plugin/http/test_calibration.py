@@ -21,6 +21,7 @@ from flashmoa_sglang.http.errors import EngineBusy, EngineFailed
 from flashmoa_sglang.messages import ForwardTimes, RequestMark
 from flashmoa_sglang.moe.saturation import LayerTimes, Saturation
 from flashmoa_sglang.sglang import hooks as plugin
+from flashmoa_sglang.sglang.releases import RELEASE
 
 pytestmark = pytest.mark.anyio
 SIZES = [1, 4, 16, 64, 128, 256, 512, 1024]
@@ -404,6 +405,8 @@ def test_no_engine_starts_without_its_file(
     if content is not None:
         file.write_bytes(content)
     monkeypatch.setenv("FLASHMOA_COSTS", str(file))
+    # SGLang would be imported.
+    monkeypatch.setattr(RELEASE, "resolve_arguments", lambda arguments: arguments)
     with pytest.raises(SystemExit, match=r"--flashmoa-costs .*info\.json"):
         arguments = SimpleNamespace(tokenizer_worker_num=1)
         plugin.attach_api(None, SimpleNamespace(server_args=arguments))

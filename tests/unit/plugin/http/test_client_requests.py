@@ -383,7 +383,7 @@ async def test_a_thread_without_context_takes_the_streams_tokens(table: StreamTa
     client_requests.current.set(None)
 
 
-async def test_sglang_keeps_no_tokens_of_a_rendered_prompt() -> None:
+async def test_sglang_keeps_no_tokens_of_rendered_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so for models of pictures, and would take none for the prompt of a later request."""
     kept: list[bool] = []
 
@@ -392,6 +392,8 @@ async def test_sglang_keeps_no_tokens_of_a_rendered_prompt() -> None:
         tokenizer.encode("A prompt.")
 
     tokenizer: Any = SimpleNamespace(encode=lambda *_, **__: [0], apply_chat_template=None)
+    # SGLang would be imported.
+    monkeypatch.setattr(RELEASE, "prepare_tokenizer", lambda _: None)
     rendering.wrap_encode(tokenizer)
     with rendering._recording() as rendered:
         rendering.note_served(process, None, "of /render_response", True)

@@ -360,6 +360,7 @@ print(asyncep.RELEASE.graphs_are_off(asyncep.RELEASE.resolve_arguments(given)))
 """
 
 
+@pytest.mark.slow
 def test_sglang_has_no_graphs_then() -> None:
     model = ROOT / "examples/models/qwen3-30b-a3b"
     arguments = f"--model-path {model} --device cuda --skip-tokenizer-init".split()

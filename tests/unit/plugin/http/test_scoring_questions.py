@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest
-from flashmoa_sglang.http.scoring.questions import (
-    CandidateTokenizer,
-    ClassifyBody,
-    RerankBody,
-    ScoreBody,
-    classify_question,
-    document_texts,
-    refuse_duplicates,
-    rerank_question,
-    score_question,
-)  # fmt: skip
+from flashmoa_sglang.http.scoring import questions
+from flashmoa_sglang.http.scoring.questions import RerankBody, ScoreBody
 from flashmoa_sglang.http.scoring.routes import check_size
 from flashmoa_sglang.http.streams import Limits
 from hypothesis import HealthCheck, given, settings
@@ -32,7 +23,7 @@ BODY: dict[str, Any] = {"query": "q", "documents": ["one", "two"]}
 def reranked(template: str, **fields: Any) -> Any:
     """Return the question of a list of two documents."""
     body = RerankBody(**{**BODY, **fields})
-    return rerank_question(body, document_texts(body), template)
+    return questions.rerank_question(body, questions.document_texts(body), template)
 
 
 def test_a_rerankers_template_gets_two_messages() -> None:
@@ -51,8 +42,8 @@ def test_models_think_only_if_the_client_says_so() -> None:
 
 
 def test_model_without_a_chat_template_continues_a_text() -> None:
-    body = ClassifyBody(input="Cold tea.", labels=["praise", "complaint"])
-    question = classify_question(body, "")
+    body = questions.ClassifyBody(input="Cold tea.", labels=["praise", "complaint"])
+    question = questions.classify_question(body, "")
     text = question.prompts[0].text
     assert text is not None and text.endswith("Answer with the letter of one label.\nAnswer:")
     assert question.answers == [" A", " B"]
@@ -73,9 +64,9 @@ def test_prompts_begin_with_their_common_part() -> None:
 
 def test_a_query_is_a_prompt_and_items_may_be_first() -> None:
     alone = ScoreBody(query="One", candidates=[" two"])
-    assert [prompt.text for prompt in score_question(alone).prompts] == ["One"]
+    assert [prompt.text for prompt in questions.score_question(alone).prompts] == ["One"]
     ids = ScoreBody(query=[1, 2], items=[[3], [4]], label_token_ids=[5], item_first=True)
-    question = score_question(ids)
+    question = questions.score_question(ids)
     assert [prompt.input_ids for prompt in question.prompts] == [[3, 1, 2], [4, 1, 2]]
     assert question.answers == [[5]] and question.may_repeat
 
@@ -89,18 +80,20 @@ def test_item_continues_the_users_last_message_or_is_one() -> None:
     ]:
         messages = [{"role": "user", "content": content}]
         body = ScoreBody(messages=messages, items=[" there"], candidates=["x"])
-        assert score_question(body).prompts[0].messages == [{"role": "user", "content": expected}]
+        assert questions.score_question(body).prompts[0].messages == [
+            {"role": "user", "content": expected}
+        ]
     model = {"role": "assistant", "content": "Hello."}
     body = ScoreBody(messages=[model], items=["Go"], candidates=["x"])
     added = {"role": "user", "content": "Go"}
-    assert score_question(body).prompts[0].messages == [model, added]
+    assert questions.score_question(body).prompts[0].messages == [model, added]
 
 
 def test_a_document_is_a_text_or_has_one() -> None:
     documents: list[Any] = [{"text": "T", "title": "A"}, "plain"]
-    assert document_texts(RerankBody(query="q", documents=documents)) == ["T", "plain"]
+    assert questions.document_texts(RerankBody(query="q", documents=documents)) == ["T", "plain"]
     with pytest.raises(MalformedRequest, match=r"documents\[1\] has no text"):
-        document_texts(RerankBody(query="q", documents=["a", {"title": "A"}]))
+        questions.document_texts(RerankBody(query="q", documents=["a", {"title": "A"}]))
 
 
 def test_top_k_is_another_name_of_top_n() -> None:
@@ -110,9 +103,9 @@ def test_top_k_is_another_name_of_top_n() -> None:
 
 
 def test_candidates_that_are_the_same_tokens_are_refused() -> None:
-    refuse_duplicates(["a", "b"], [[1], [2]])
+    questions.refuse_duplicates(["a", "b"], [[1], [2]])
     with pytest.raises(CandidateRefused, match=r"among \['a', \[1\]\]"):
-        refuse_duplicates(["a", [1], "b"], [[1], [1], [2]])
+        questions.refuse_duplicates(["a", [1], "b"], [[1], [1], [2]])
 
 
 @pytest.mark.parametrize("picture", ["<|vision_start|>{{ query }}", "<|image_pad|>"])
@@ -184,8 +177,8 @@ class CountingTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def after(self) -> CandidateTokenizer:
-        return CandidateTokenizer(lambda: self)  # type: ignore[arg-type, return-value]
+    def after(self) -> questions.CandidateTokenizer:
+        return questions.CandidateTokenizer(lambda: self)  # type: ignore[arg-type, return-value]
 
 
 MAKERS = {

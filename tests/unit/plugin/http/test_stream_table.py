@@ -13,16 +13,9 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
-from flashmoa_sglang.http import bodies, handover
+from flashmoa_sglang.http import bodies, errors, handover
 from flashmoa_sglang.http.engine import Engine
-from flashmoa_sglang.http.errors import (
-    EngineBusy,
-    EngineDraining,
-    EngineFailed,
-    MalformedRequest,
-    PromptTooLarge,
-    StreamOutOfOrder,
-)  # fmt: skip
+from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge
 from flashmoa_sglang.http.hearing.following import Follower
 from flashmoa_sglang.http.stream import CallText, PromptStream, Terms
 from flashmoa_sglang.http.streams import Pace, StreamTable, choose_rank
@@ -95,7 +88,7 @@ async def test_draining_ends_unused_streams(engine: FakeEngine, table: StreamTab
     engine.draining = True
     await until(lambda: idle.closed == "drained")
     assert used.closed is None and engine.released == [idle.id]
-    with pytest.raises(EngineDraining):
+    with pytest.raises(errors.EngineDraining):
         open_stream(table)
 
 
@@ -105,7 +98,7 @@ async def test_no_stream_is_open_during_a_change(engine: FakeEngine, table: Stre
         assert stream.closed == "drained" and engine.released == [stream.id]
         # The scheduler answers a report after its current work.
         assert engine.reports
-        with pytest.raises(EngineDraining, match="being changed"):
+        with pytest.raises(errors.EngineDraining, match="being changed"):
             open_stream(table)
     later = open_stream(table)
     await until(lambda: engine.tokens_of(later.id))
@@ -119,7 +112,7 @@ async def test_unloading_an_adapter_ends_streams(engine: FakeEngine, table: Stre
 
     async def unload(_manager: object, obj: Any) -> str:
         assert engine.released == [streams["a"].id] and engine.reports
-        with pytest.raises(EngineDraining, match="being changed"):
+        with pytest.raises(errors.EngineDraining, match="being changed"):
             opened("a")
         # SGLang unloads one adapter to load another for a stream that is being opened.
         streams["c"] = opened("c")
@@ -134,7 +127,7 @@ async def test_unloading_an_adapter_ends_streams(engine: FakeEngine, table: Stre
 async def test_a_stream_that_cannot_open_stays_valid(
     engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.refusal = EngineFailed("SGLang has aborted the prefill: no such adapter.")
+    engine.refusal = errors.EngineFailed("SGLang has aborted the prefill: no such adapter.")
     stream = open_stream(table)
     await until(lambda: stream.failure)
     assert "no such adapter" in (stream.failure or "") and levels(caplog) == ["WARNING"]
@@ -152,7 +145,7 @@ async def test_a_refusal_after_the_end_is_no_warning(
     engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.opens.clear()
-    engine.refusal = EngineFailed("refused")
+    engine.refusal = errors.EngineFailed("refused")
     stream = open_stream(table)
     await until(lambda: engine.opened)
     table.close(stream, "deleted")
@@ -232,7 +225,8 @@ async def test_arguments_are_resolved_by_sglang(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "raised", [None, EngineFailed("SGLang stops"), EngineBusy("SGLang cannot take this: full")]
+    "raised",
+    [None, errors.EngineFailed("SGLang stops"), errors.EngineBusy("SGLang cannot take this: full")],
 )
 async def test_a_scheduler_confirms_an_open_stream(raised: Exception | None) -> None:
     engine, marks = Engine(manager()), list[RequestMark]()
@@ -240,7 +234,7 @@ async def test_a_scheduler_confirms_an_open_stream(raised: Exception | None) -> 
     async def generate(_tokens: object, mark: RequestMark, **_: object) -> None:
         marks.append(mark)
         # SGLang raises this when a scheduler ends a request.
-        raise raised or EngineBusy(f"SGLang cannot take this: {STREAM_OPENED}")
+        raise raised or errors.EngineBusy(f"SGLang cannot take this: {STREAM_OPENED}")
 
     engine.generate = generate  # type: ignore[assignment]
     if raised is None:
@@ -356,7 +350,7 @@ async def test_the_last_append_may_be_repeated(
     if is_same:
         await table.append(stream, 0, *again)
     else:
-        with pytest.raises(StreamOutOfOrder, match="as append 1") as refused:
+        with pytest.raises(errors.StreamOutOfOrder, match="as append 1") as refused:
             await table.append(stream, 0, *again)
         assert refused.value.details == {"expected_seq": 1}
     assert stream.state() == state

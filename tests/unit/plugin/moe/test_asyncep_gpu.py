@@ -12,15 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from flashmoa_sglang.moe.asyncep import replicas
 from flashmoa_sglang.moe.asyncep.experts import store_on_host
 from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader, Store, StreamCopier
-from flashmoa_sglang.moe.asyncep.replicas import (
-    GpuSegment,
-    Replica,
-    ReplicaError,
-    ShareExchange,
-    share_experts,
-)
+from flashmoa_sglang.moe.asyncep.replicas import Replica, ShareExchange
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -105,7 +100,7 @@ class Group:
     def start(self, rank: int) -> Rig:
         self.exchanges[rank] = exchange = ShareExchange(Replica(self.name, rank, self._size))
         options = {"exchange": exchange, "on_device": self._on_device, "wait": 20.0}
-        store = partial(share_experts, **options)
+        store = partial(replicas.share_experts, **options)
         return Rig(4, self._slots, store=store, gpu=FakeGpu(f"GPU-{rank}", self._reaches))
 
     def stop(self) -> None:
@@ -245,7 +240,7 @@ def test_a_restarted_replica_gets_its_share() -> None:
 
 def test_appended_pieces_may_be_freed() -> None:
     gpu: Any = FakeGpu()
-    segment = GpuSegment(8, gpu)
+    segment = replicas.GpuSegment(8, gpu)
     for start in (0, 4):
         segment.append(piece := torch.arange(start, start + 4, dtype=torch.uint8))
         piece.fill_(99)
@@ -254,5 +249,7 @@ def test_appended_pieces_may_be_freed() -> None:
 
 
 def test_unreachable_gpus_are_refused() -> None:
-    with pytest.raises(ReplicaError, match=r"share of replica \d cannot be used: GPU-\d cannot"):
+    with pytest.raises(
+        replicas.ReplicaError, match=r"share of replica \d cannot be used: GPU-\d cannot"
+    ):
         Group(2, 2, reaches=[])

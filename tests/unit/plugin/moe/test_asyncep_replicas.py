@@ -15,19 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from flashmoa_sglang.moe.asyncep import replicas
 from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.moe.asyncep.replicas import (
-    CPU,
-    HostSegment,
-    Replica,
-    ReplicaError,
-    Share,
-    ShareExchange,
-    Sharing,
-    divide,
-    map_segment,
-    share_experts,
-)
+from flashmoa_sglang.moe.asyncep.replicas import CPU, Replica, ReplicaError, Share, ShareExchange
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +38,7 @@ def start(
 ) -> None:
     """Start a replica of a model; return when the others have started."""
     exchange = stack.enter_context(closing(ShareExchange(replica)))
-    store = partial(share_experts, exchange=exchange, on_device=on_device, wait=WAIT)
+    store = partial(replicas.share_experts, exchange=exchange, on_device=on_device, wait=WAIT)
     offloader = ExpertOffloader(ExpertLayer, "compute", 2, store, open_gpu=lambda _device: gpu)
     offloader.wrap_modules(ExpertLayer(5, [seed, number, 0]) for number in range(4))
     offloader.post_init()
@@ -62,7 +52,7 @@ def start(
 def test_every_byte_is_stored_once(layers: list[int], size: int, on_device: float) -> None:
     stored: list[set[int]] = [set() for _ in layers]
     for rank in range(size):
-        for section in divide(layers, Replica("group", rank, size), on_device):
+        for section in replicas.divide(layers, Replica("group", rank, size), on_device):
             assert sum(section.sizes) > 0
             assert on_device > 0 if section.on_device else on_device < 1
             for blocks, part in zip(stored, section.parts, strict=True):
@@ -167,21 +157,21 @@ def test_foreign_answers_are_refused(group: str) -> None:
 
 
 def test_a_share_of_another_size_is_refused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    map_share = Sharing.map
+    map_share = replicas.Sharing.map
 
-    def map_less(self: Sharing, rank: int, share: Share) -> list[torch.Tensor]:
+    def map_less(self: replicas.Sharing, rank: int, share: Share) -> list[torch.Tensor]:
         os.ftruncate(descriptor := os.memfd_create("test"), 1)
         with open(descriptor):
             return map_share(self, rank, Share(CPU, [descriptor]))
 
-    monkeypatch.setattr(Sharing, "map", map_less)
+    monkeypatch.setattr(replicas.Sharing, "map", map_less)
     with ExitStack() as stack:
-        replicas = (partial(start, stack, Replica(group, rank, 2)) for rank in range(2))
-        check_failures(*replicas, says=r"share of replica \d cannot .* has 1 bytes")
+        started = (partial(start, stack, Replica(group, rank, 2)) for rank in range(2))
+        check_failures(*started, says=r"share of replica \d cannot .* has 1 bytes")
 
 
 def test_a_sealed_segment_stays_as_it_is() -> None:
-    segment = HostSegment(5)
+    segment = replicas.HostSegment(5)
     segment.append(torch.arange(3, dtype=torch.uint8))
     segment.append(torch.full((2,), 9, dtype=torch.uint8))
     memory = segment.finish()
@@ -193,7 +183,7 @@ def test_a_sealed_segment_stays_as_it_is() -> None:
         with pytest.raises(PermissionError):
             change()
     with pytest.raises(ValueError, match="5 bytes instead of 6"):
-        map_segment(segment.descriptor, 6)
+        replicas.map_segment(segment.descriptor, 6)
     os.close(segment.descriptor)
     assert memory.tolist() == [0, 1, 2, 9, 9]
 
@@ -202,5 +192,5 @@ def test_a_segment_that_is_not_sealed_is_refused() -> None:
     segment = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(segment, b"share")
     with pytest.raises(ValueError, match="not sealed"):
-        map_segment(segment, 5)
+        replicas.map_segment(segment, 5)
     os.close(segment)

@@ -17,7 +17,7 @@ from tests.unit.plugin.scheduler.fakes import (
     new_tokens,
     opening,
     request,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
 

@@ -7,16 +7,10 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.scheduler import state
-from flashmoa_sglang.sglang.releases import (
-    RELEASE,
-    TESTED,
-    Release,
-    Release0512,
-    Release0521,
-    class_for,
-)
+from flashmoa_sglang.sglang import releases
+from flashmoa_sglang.sglang.releases import RELEASE, Release, Release0512, Release0521
 
-EACH = [class_for(release)() for release in TESTED]
+EACH = [releases.class_for(release)() for release in releases.TESTED]
 each_release = pytest.mark.parametrize("release", EACH)
 ON = SimpleNamespace(is_none=lambda: False)
 PREFILL = "prefill_attention_backend"

@@ -10,26 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.sglang.releases import (
-    TESTED,
-    Release,
-    Release0512,
-    Release0521,
-    class_for,
-    v0_5_12,
-)
+from flashmoa_sglang.sglang import releases
+from flashmoa_sglang.sglang.releases import TESTED, Release, Release0512, Release0521
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
 
 
 def test_the_newest_older_class_serves_a_release() -> None:
-    for releases, served_by in (
+    for served, served_by in (
         ("0.5.11 0.5.12.post1 0.5.17", Release0512),
         ("0.5.21 0.5.21.post2", Release0521),
         ("0.5.23 0.5.24.dev3+g1a2b3c4 1.0", Release),
     ):
-        assert {class_for(release) for release in releases.split()} == {served_by}
+        assert {releases.class_for(release) for release in served.split()} == {served_by}
 
 
 def test_the_extra_names_exactly_the_tested_releases() -> None:
@@ -40,7 +34,7 @@ def test_the_extra_names_exactly_the_tested_releases() -> None:
 
 
 def test_a_release_derives_from_the_next() -> None:
-    for older, newer in pairwise(map(class_for, TESTED)):
+    for older, newer in pairwise(map(releases.class_for, TESTED)):
         assert older.__bases__ == (newer,)
         assert {name for name in vars(older) if not name.startswith("_")} <= {*dir(Release)}
 
@@ -145,5 +139,5 @@ def test_0_5_12_forgets_aborted_requests() -> None:
 
     manager = manager_with("a", "b")
     for _ in range(2):  # The second abort finds no request, and does not fail.
-        v0_5_12.abort_and_forget(finish, manager, SimpleNamespace(rid="a"))
+        releases.v0_5_12.abort_and_forget(finish, manager, SimpleNamespace(rid="a"))
     assert list(manager.rid_to_state) == ["b"]

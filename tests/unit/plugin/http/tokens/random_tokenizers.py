@@ -10,15 +10,7 @@ from typing import Any
 
 from hypothesis import assume
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 # Texts that parts of a tokenizer treat in different ways, or join with others.

@@ -282,9 +282,7 @@ class Own(PreTrainedTokenizerFast):
         return super()._encode_plus(text.replace("\n\n", "\n"), *args, **options)
 
 
-def test_a_tokenizer_with_its_own_code_has_no_boundaries(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_tokenizer_with_its_own_code_has_no_boundaries(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Own(tokenizer_object=families.smollm().backend_tokenizer)
     with caplog.at_level(logging.WARNING):
         assert not CanonicalTokenizer(tokenizer).boundaries

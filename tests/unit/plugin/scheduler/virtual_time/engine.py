@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,13 +84,7 @@ def overlapping_release() -> Generator[None]:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer that is being decoded.
-
-    Attributes:
-        times: when the client got each token.
-        over: happens with the last one.
-        tokens: the tokens that the client has.
-    """
+    """An answer that is being decoded: its tokens and their times at the client, and its end."""
 
     times: list[float] = field(default_factory=list)
     over: Event = field(default_factory=Event)
@@ -114,27 +108,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How an engine is started.
-
-    Attributes:
-        plugin: whether the plugin plans its steps.
-        chunk: ``--chunked-prefill-size``.
-        mixed: ``--enable-mixed-chunk``.
-        max_running: ``--max-running-requests``.
-        told: whether clients say how long answers will be.
-        options: the plugin's options.
-        no_rides: why SGLang mixes nothing with decodes, if it does not.
-        costs: the costs of forwards; ``None``: as measured.
-    """
+    """How an engine is started."""
 
     plugin: bool = True
-    chunk: int = 8192
-    mixed: bool = False
-    max_running: int = 64
-    told: bool = True
+    chunk: int = 8192  # --chunked-prefill-size
+    mixed: bool = False  # --enable-mixed-chunk
+    max_running: int = 64  # --max-running-requests
+    told: bool = True  # Clients say how long answers will be.
     options: Options = field(default_factory=lambda: Options(intra_turn="off"))
-    no_rides: str = ""
-    costs: Costs | None = None
+    no_rides: str = ""  # Why SGLang mixes nothing with decodes.
+    costs: Costs | None = None  # Of forwards; None: as measured.
 
 
 class Engine:
@@ -195,7 +178,6 @@ class Engine:
         self.clock.after(TO_SCHEDULER, arrive)
 
     def append(self, stream: str, tokens: Sequence[int]) -> None:
-        """Append tokens to a stream."""
         self.clock.after(TO_SCHEDULER, lambda: self._extend(stream, tokens, grows=True))
 
     def _extend(self, stream: str, tokens: Sequence[int], *, grows: bool) -> None:
@@ -249,18 +231,15 @@ class Engine:
                 running.batch_is_full = False
                 if (stream := state_of(req).stream) is not None:
                     self.state.streams.end(stream)
-            self.clock.after(TO_CLIENT, self._deliver(req.answer, token, is_last=is_last))
+            self.clock.after(TO_CLIENT, partial(self._deliver, req.answer, token, is_last))
         if any(map(is_increment, batch.reqs)):
             self.state.increments_ended = True
 
-    def _deliver(self, answer: Answer, token: int, *, is_last: bool) -> Any:
-        def deliver() -> None:
-            answer.times.append(self.clock.now)
-            answer.tokens.append(token)
-            if is_last:
-                answer.over.happen()
-
-        return deliver
+    def _deliver(self, answer: Answer, token: int, is_last: bool) -> None:
+        answer.times.append(self.clock.now)
+        answer.tokens.append(token)
+        if is_last:
+            answer.over.happen()
 
     def _plan(self) -> Batch | None:
         """Return the next forward, as SGLang's ``get_next_batch_to_run``."""

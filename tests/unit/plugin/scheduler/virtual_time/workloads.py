@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import mean, median
 
 from flashmoa_sglang.sglang.options import Options
@@ -26,7 +27,7 @@ class Figures:
     Attributes:
         latencies: of each workflow, from its start to its last token.
         gaps: from the last token that an agent's prompt waits for to the agent's first token.
-        between: of requests that belong to no workflow, between two tokens each.
+        between: between two tokens of requests that belong to no workflow.
         prefilled: tokens of a stream that were prefilled beside decodes.
     """
 
@@ -107,35 +108,33 @@ class Workflows:
     apart: float = 0.5
 
     def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
-        for number in range(self.count):
-            clock.start(self._run(clock, engine, figures, number, links=links))
+        def run(number: int) -> Process:
+            yield number * self.apart
+            layers = self.kinds[number % len(self.kinds)]
+            started, ended = clock.now, None
+            stream, stop = None, Event()
+            for position, layer in enumerate(layers):
+                stop.happen()
+                first = 100 * number + 10 * position
+                answers = [
+                    engine.ask(prompt, output, stream, _written(first + place, output))
+                    for place, (prompt, output) in enumerate(layer)
+                ]
+                if links and position + 1 < len(layers):
+                    stream, stop = f"{number}-{position + 1}", Event()
+                    ((prompt, output),) = layers[position + 1]
+                    lengths = [length for _, length in layer]
+                    engine.open(stream, prompt - sum(lengths), output)
+                    clock.start(feed(engine, stream, answers, lengths, stop))
+                for answer in answers:
+                    yield answer.over
+                if ended is not None:
+                    figures.gaps.append(answers[0].times[0] - ended)
+                ended = clock.now
+            figures.latencies.append(clock.now - started)
 
-    def _run(
-        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
-    ) -> Process:
-        yield number * self.apart
-        layers = self.kinds[number % len(self.kinds)]
-        started, ended = clock.now, None
-        stream, stop = None, Event()
-        for position, layer in enumerate(layers):
-            stop.happen()
-            places = range(100 * number + 10 * position, 100 * number + 10 * position + len(layer))
-            answers = [
-                engine.ask(prompt, output, stream, _written(place, output))
-                for place, (prompt, output) in zip(places, layer, strict=True)
-            ]
-            if links and position + 1 < len(layers):
-                stream, stop = f"{number}-{position + 1}", Event()
-                ((prompt, output),) = layers[position + 1]
-                lengths = [length for _, length in layer]
-                engine.open(stream, prompt - sum(lengths), output)
-                clock.start(feed(engine, stream, answers, lengths, stop))
-            for answer in answers:
-                yield answer.over
-            if ended is not None:
-                figures.gaps.append(answers[0].times[0] - ended)
-            ended = clock.now
-        figures.latencies.append(clock.now - started)
+        for number in range(self.count):
+            clock.start(run(number))
 
 
 @dataclass(frozen=True)
@@ -150,18 +149,17 @@ class Beside:
     def __call__(self, clock: Clock, engine: Engine, figures: Figures, _links: bool) -> None:
         engine.open("reader", 0, 0)
         answers = [engine.ask(self.prompt, self.output) for _ in range(self.decodes)]
-        clock.start(self._read(clock, engine, figures, answers))
 
-    def _read(
-        self, clock: Clock, engine: Engine, figures: Figures, answers: Sequence[Answer]
-    ) -> Process:
-        while not all(answer.tokens for answer in answers):
-            yield PERIOD
-        began = clock.now
-        engine.append("reader", range(self.text))
-        yield answers[0].over
-        figures.latencies.append(clock.now - began)
-        figures.prefilled = engine.prefilled("reader")
+        def read() -> Process:
+            while not all(answer.tokens for answer in answers):
+                yield PERIOD
+            began = clock.now
+            engine.append("reader", range(self.text))
+            yield answers[0].over
+            figures.latencies.append(clock.now - began)
+            figures.prefilled = engine.prefilled("reader")
+
+        clock.start(read())
 
 
 @dataclass(frozen=True)
@@ -180,34 +178,29 @@ class Strangers:
     known: int = 2000
 
     def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
-        clock.start(self._strangers(clock, engine, figures))
-        for number in range(self.pipelines):
-            clock.start(self._pipeline(clock, engine, figures, number, links=links))
+        def strangers() -> Process:
+            while len(figures.latencies) < self.pipelines:
+                answer = engine.ask(32, 128)
+                yield answer.over
+                figures.between += [later - time for time, later in pairwise(answer.times)]
 
-    def _strangers(self, clock: Clock, engine: Engine, figures: Figures) -> Process:
-        while len(figures.latencies) < self.pipelines:
-            answer = engine.ask(32, 128)
+        def pipeline(number: int) -> Process:
+            yield number * self.tokens / self.pace / self.together
+            started = clock.now
+            stream, stop, text = (str(number) if links else None), Event(), Answer()
+            if stream is not None:
+                engine.open(stream, self.known, 32)
+                clock.start(feed(engine, stream, [text], [self.tokens], stop))
+            for token in _written(number, self.tokens):
+                yield 1 / self.pace
+                text.tokens.append(token)
+            stop.happen()
+            last = clock.now
+            answer = engine.ask(self.known + self.tokens + 10, 32, stream)
             yield answer.over
-            figures.between += [
-                later - time for time, later in zip(answer.times, answer.times[1:], strict=False)
-            ]
+            figures.gaps.append(answer.times[0] - last)
+            figures.latencies.append(clock.now - started)
 
-    def _pipeline(
-        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
-    ) -> Process:
-        seconds = self.tokens / self.pace
-        yield number * seconds / self.together
-        started = clock.now
-        stream, stop, text = (str(number) if links else None), Event(), Answer()
-        if stream is not None:
-            engine.open(stream, self.known, 32)
-            clock.start(feed(engine, stream, [text], [self.tokens], stop))
-        for token in _written(number, self.tokens):
-            yield 1 / self.pace
-            text.tokens.append(token)
-        stop.happen()
-        last = clock.now
-        answer = engine.ask(self.known + self.tokens + 10, 32, stream)
-        yield answer.over
-        figures.gaps.append(answer.times[0] - last)
-        figures.latencies.append(clock.now - started)
+        clock.start(strangers())
+        for number in range(self.pipelines):
+            clock.start(pipeline(number))

@@ -40,8 +40,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@given(named_tensors())
-def test_packed_tensors_stay_the_same(tensors: dict[str, torch.Tensor]) -> None:
+def check_packing(tensors: dict[str, torch.Tensor]) -> None:
     packing = Packing.of(tensors)
     memory = torch.zeros(packing.bytes + 64, dtype=torch.uint8)
     packing.fill(memory, tensors)
@@ -49,27 +48,26 @@ def test_packed_tensors_stay_the_same(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         assert torch.equal(views[name], tensor)
         assert views[name].dtype == tensor.dtype
-        # Kernels are chosen for the strides that the tensors had at first.
+        # Kernels are chosen for the first strides of the tensors.
         assert views[name].stride() == tensor.stride()
+
+
+@given(named_tensors())
+def test_packed_tensors_stay_the_same(tensors: dict[str, torch.Tensor]) -> None:
+    check_packing(tensors)
 
 
 def test_padded_scales_stay_padded() -> None:
     # DeepGEMM packs UE8M0 scales column by column, with each column padded to 16 bytes.
     scales = torch.arange(EXPERTS * 2 * 8, dtype=torch.int32)
     padded = scales.as_strided((EXPERTS, 6, 2), (16, 1, 8))
-    packing = Packing.of({"scales": padded, "next": torch.ones(EXPERTS)})
-    memory = torch.zeros(packing.bytes, dtype=torch.uint8)
-    packing.fill(memory, {"scales": padded, "next": torch.ones(EXPERTS)})
-    views = packing.views(memory)
-    assert torch.equal(views["scales"], padded) and views["scales"].stride() == (16, 1, 8)
-    assert torch.equal(views["next"], torch.ones(EXPERTS))
+    check_packing({"scales": padded, "next": torch.ones(EXPERTS)})
 
 
 def test_a_tensor_with_shared_elements_is_refused() -> None:
-    with pytest.raises(ValueError, match="w13 has elements twice"):
-        Packing.of({"w13": torch.zeros(1, 6).expand(4, 6)})
-    with pytest.raises(ValueError, match="w13 has elements twice"):
-        Packing.of({"w13": torch.zeros(9).as_strided((3, 3), (2, 1))})
+    for shared in (torch.zeros(1, 6).expand(4, 6), torch.zeros(9).as_strided((3, 3), (2, 1))):
+        with pytest.raises(ValueError, match="w13 has elements twice"):
+            Packing.of({"w13": shared})
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3))

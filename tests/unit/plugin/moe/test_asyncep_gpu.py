@@ -115,34 +115,22 @@ COPIES_LATE, COPIES_EARLY = [0], [1]
 @given(
     layers=st.integers(2, 6),
     slots=st.integers(1, 4),
-    forwards=st.integers(1, 3),
+    # Whole forwards, or layers in any order.
+    orders=st.lists(st.none(), min_size=1, max_size=3)
+    | st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=4),
     timed=st.booleans(),
     choices=st.lists(st.integers(0, 1), max_size=60),
 )
 def test_layers_read_their_own_experts(
-    layers: int, slots: int, forwards: int, timed: bool, choices: list[int]
+    layers: int, slots: int, orders: Any, timed: bool, choices: list[int]
 ) -> None:
     rig = Rig(layers, slots)
-    for _ in range(forwards):
-        rig.forward(timed=timed)
-    rig.gpu.run(choices)
-    assert len(rig.read) == 2 * layers * forwards and rig.all_read_their_own()
-    assert rig.offloader.memory()["misses"] == 0
-
-
-@given(
-    slots=st.integers(1, 3),
-    orders=st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=4),
-    choices=st.lists(st.integers(0, 1), max_size=60),
-)
-def test_layers_out_of_order_read_their_own(
-    slots: int, orders: list[list[int]], choices: list[int]
-) -> None:
-    rig = Rig(5, slots)
     for order in orders:
-        rig.forward(order)
+        rig.forward(None if order is None else [n % layers for n in order], timed=timed)
     rig.gpu.run(choices)
     assert rig.all_read_their_own()
+    assert len(rig.read) == 2 * sum(layers if order is None else len(order) for order in orders)
+    assert None not in orders or rig.offloader.memory()["misses"] == 0
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

@@ -29,10 +29,15 @@ def tell(scheduler: FakeScheduler, stream: str, tokens: range, kept: int | None 
     scheduler.streams.extend(StreamTokens(message.tokens, kept=back))
 
 
-def reports(scheduler: FakeScheduler) -> list[Any]:
+def reported(scheduler: FakeScheduler) -> list[Any]:
     """Return the increments of all reports so far."""
-    scheduler.streams.report()
     return [one.increments for one in scheduler.sent if isinstance(one, StreamProgress)]
+
+
+def reports(scheduler: FakeScheduler) -> list[Any]:
+    """Report, and return the increments of all reports so far."""
+    scheduler.streams.report()
+    return reported(scheduler)
 
 
 def test_a_refused_stream_gets_no_increments(scheduler: FakeScheduler) -> None:
@@ -207,7 +212,7 @@ def test_a_new_streams_cache_is_pinned_once(busy: FakeScheduler) -> None:
     busy.open_stream("a", 400, grows=False)
     for _ in range(2):
         assert pinned(busy) == "a" and busy.tree_cache.locks == 1
-        assert reports(busy) == [(("a", 300, 0, 0.0),)]
+        assert reported(busy) == [(("a", 300, 0, 0.0),)]
         assert busy.streams.leading_tokens(None)[0] == 100
     busy.flashmoa.pins.give_way()
     assert pinned(busy) == "" and busy.streams.leading_tokens(None)[0] == 400

@@ -98,7 +98,13 @@ def test_a_document_is_a_text_or_has_one() -> None:
 
 def test_top_k_is_another_name_of_top_n() -> None:
     """And 0 asks for all."""
-    for top_n, top_k, best in ((2, None, 2), (None, 2, 2), (0, None, None), (0, 2, 2)):
+    for top_n, top_k, best in (
+        (2, None, 2),
+        (None, 2, 2),
+        (0, None, None),
+        (0, 2, 2),
+        (None, 0, None),
+    ):
         assert RerankBody(**BODY, top_n=top_n, top_k=top_k).best == best
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.sglang import releases
-from flashmoa_sglang.sglang.releases import TESTED, Release, Release0512, Release0521
+from flashmoa_sglang.sglang.releases import TESTED, Release, Release0512, Release0521, v0_5_12
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
@@ -139,5 +139,5 @@ def test_0_5_12_forgets_aborted_requests() -> None:
 
     manager = manager_with("a", "b")
     for _ in range(2):  # The second abort finds no request, and does not fail.
-        releases.v0_5_12.abort_and_forget(finish, manager, SimpleNamespace(rid="a"))
+        v0_5_12.abort_and_forget(finish, manager, SimpleNamespace(rid="a"))
     assert list(manager.rid_to_state) == ["b"]

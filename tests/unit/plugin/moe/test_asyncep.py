@@ -110,7 +110,7 @@ class Layer(ExpertLayer):
 
 
 def blocks(count: int) -> Iterator[Any]:
-    return (torch.nn.Sequential(Layer(number)) for number in range(count))
+    return (torch.nn.Sequential(torch.nn.Identity(), Layer(number)) for number in range(count))
 
 
 def offload(
@@ -127,7 +127,7 @@ def offload(
 @pytest.mark.parametrize("slots", [1, 2, 3, 9])
 def test_every_layer_computes_with_its_own_experts(slots: int) -> None:
     offloader = ExpertOffloader(Layer, "compute", slots, store_on_host)
-    layers: list[Any] = [block[0] for block in offloader.wrap_modules(blocks(5))]
+    layers: list[Any] = [block[1] for block in offloader.wrap_modules(blocks(5))]
     for layer in layers:
         layer.load_number()
     offloader.post_init()

@@ -53,7 +53,7 @@ def streamed(name: str, text: str = "", step: int = 6) -> TokenBuffer:
     return buffer
 
 
-@examples(30, 150)
+@examples(50, 150)
 @each_family
 def test_pieces_have_the_tokens_of_the_whole(name: str, examples: int) -> None:
     @settings(max_examples=examples)
@@ -65,7 +65,7 @@ def test_pieces_have_the_tokens_of_the_whole(name: str, examples: int) -> None:
     check()
 
 
-@examples(30, 350)
+@examples(60, 350)
 @each_family
 def test_changed_texts_have_the_tokens_of_the_whole(name: str, examples: int) -> None:
     tokenizer = canonical(name)

@@ -40,7 +40,7 @@ def check_boundaries(tokenizer: CanonicalTokenizer, text: str, whole: list[int])
             assert tokenizer.encode(text[:place]) + rest == whole, (text[:place], text[place:])
 
 
-@families.examples(120, 20_000, pytest.mark.timeout(1800))
+@families.examples(200, 20_000, pytest.mark.timeout(1800))
 def test_any_tokenizer_gives_canonical_tokens(examples: int) -> None:
     @settings(max_examples=examples, suppress_health_check=UNLIMITED)
     @given(data=st.data())

@@ -11,9 +11,9 @@ from flashmoa_sglang.scheduler import streams
 from flashmoa_sglang.sglang import torchvision_ops
 from flashmoa_sglang.sglang.releases import RELEASE
 
-from tests.unit.plugin.scheduler.fake_scheduler import FakeScheduler
+from tests.unit.plugin.scheduler.fakes import FakeScheduler
 
-# Before any of these tests imports SGLang.
+# A test may import SGLang only after this call.
 torchvision_ops.allow_mismatched_build()
 
 
@@ -31,6 +31,7 @@ def fake_release() -> Generator[None]:
         patch.setattr(RELEASE, "running_batch", lambda scheduler, _arguments: scheduler.running)
         patch.setattr(RELEASE, "split_batches", lambda _scheduler, result: result)
         patch.setattr(RELEASE, "no_batch", lambda running: (None, running))
+        patch.setattr(RELEASE, "resolve_arguments", lambda arguments: arguments)
         patch.setattr(RELEASE, "pipeline_stages", lambda _: 1)
         patch.setattr(RELEASE, "why_no_rides", lambda _: "")
         patch.setattr(RELEASE, "why_late", lambda _: "")

@@ -1,4 +1,4 @@
-"""The installed SGLang, in which a name is another one."""
+"""The installed SGLang with one name changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def installed() -> Source:
 
 
 class Renamed(Source):
-    """With a name replaced wherever it stands. What does not have it is read once for all."""
+    """The installed release with a name replaced. Modules without the name are read once."""
 
     def __init__(self, name: str) -> None:
         super().__init__(installed().root)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flashmoa_sglang.http.streams import StreamTable
 
-from tests.unit.plugin.http.fake_engine import FakeEngine
+from tests.unit.plugin.http.fakes import FakeEngine
 
 
 @pytest.fixture

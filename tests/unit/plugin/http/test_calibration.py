@@ -16,16 +16,12 @@ import anyio
 import pytest
 from flashmoa_sglang.costs import UNMEASURED, Costs, TimedForward
 from flashmoa_sglang.http import calibration
-from flashmoa_sglang.http.calibration import (
-    Measurement,
-    Times,
-    calibrate,
-    read_costs,
-)
+from flashmoa_sglang.http.calibration import Measurement, Times, calibrate, read_costs
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed
 from flashmoa_sglang.messages import ForwardTimes, RequestMark
 from flashmoa_sglang.moe.saturation import LayerTimes, Saturation
 from flashmoa_sglang.sglang import hooks as plugin
+from flashmoa_sglang.sglang.releases import RELEASE
 
 SIZES = [1, 4, 16, 64, 128, 256, 512, 1024]
 
@@ -37,11 +33,11 @@ def seconds(decodes: int, kv: int, tokens: int, pairs: int) -> float:
 
 
 class FakeEngine:
-    """An engine that runs the requests that measure it, each in a forward of its own.
+    """An engine that runs each measuring request in a forward of its own.
 
     Args:
-        refuses: how many answers it has no place for.
-        replaced: in place of the class's own attributes.
+        refuses: number of answers that it refuses.
+        replaced: replace the class's attributes.
     """
 
     max_unchunked_prompt = 2048
@@ -61,13 +57,13 @@ class FakeEngine:
     layers: Callable[[int], LayerTimes | None] = staticmethod(lambda _: None)
 
     def __init__(self, *, refuses: int = 0, **replaced: Any) -> None:
-        self.__dict__.update(replaced)
-        self.costs = UNMEASURED
-        self.told: list[Costs] = []
-        self.forwards: list[TimedForward] = []
-        self.marks: list[RequestMark] = []
-        self.answers = 0
-        self._refuses = refuses
+        vars(self).update(replaced)
+        self.costs, self.answers, self._refuses = UNMEASURED, 0, refuses
+        self.told, self.forwards, self.marks = (
+            list[Costs](),
+            list[TimedForward](),
+            list[RequestMark](),
+        )
         self._cached: set[tuple[int, ...]] = set()
         self._decoding: dict[str, int] = {}
 
@@ -153,6 +149,13 @@ def engine() -> Any:
     return FakeEngine()
 
 
+async def calibrated(kind: type[FakeEngine] = FakeEngine, **replaced: Any) -> Any:
+    """Return an engine that has measured its costs."""
+    engine: Any = kind(**replaced)
+    await calibrate(engine)
+    return engine
+
+
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_PAUSE_SECONDS", 0.0)
@@ -182,33 +185,40 @@ async def test_an_engine_measures_its_costs(engine: Any) -> None:
     [({}, {1, 8, 32}), ({"max_running": (32, 31)}, {1, 8}), ({"no_rides": "it cannot"}, set())],
 )
 async def test_each_rank_has_room_for_decodes(replaced: dict[str, Any], decodes: set[int]) -> None:
-    engine: Any = FakeEngine(**replaced)
-    await calibrate(engine)
+    engine = await calibrated(**replaced)
     assert {forward.decodes for forward in engine.forwards if forward.tokens > 1} - {0} == decodes
     assert {n for n, tokens, _ in engine.costs.mixed if not tokens} > {1, 8}
 
 
 async def test_answers_run_once_if_nothing_rides() -> None:
     """Their steps are many, and slow where nothing rides: on a CPU core."""
-    engine: Any = FakeEngine(no_rides="it cannot")
-    await calibrate(engine)
+    engine = await calibrated(no_rides="it cannot")
     behind_a_context = 1 + 32
     assert engine.answers == 1 + 8 + 32 + behind_a_context
+
+
+def largest_forward(engine: Any) -> int:
+    return max(forward.tokens for forward in engine.forwards if not forward.decodes)
 
 
 @pytest.mark.parametrize(("token", "largest"), [(0.001, 128), (0.0001, 1024), (0.00001, 2048)])
 async def test_sizes_grow_until_tokens_get_no_cheaper(token: float, largest: int) -> None:
     """A forward may take seconds there."""
-    engine: Any = FakeEngine(seconds=lambda _decodes, _kv, tokens, _pairs: 0.005 + token * tokens)
-    await calibrate(engine)
-    assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == largest
+    engine = await calibrated(seconds=lambda _decodes, _kv, tokens, _pairs: 0.005 + token * tokens)
+    assert largest_forward(engine) == largest
     assert engine.costs.prefill(10_000) == pytest.approx(0.005 + token * 10_000)
     # No step has more tokens than a forward that ran.
     mixed = {tokens + decodes for decodes, tokens, _ in engine.costs.mixed if tokens}
     assert mixed == {size for size in (32, 64, 128, 256, 512) if size <= largest}
+    # Sizes also grow until transfers of experts are hidden, if all tokens cost the same.
+    engine = await calibrated(
+        layers=lambda tokens: LayerTimes(tokens, tokens * 1e-5, 0.003),
+        seconds=lambda _decodes, _kv, tokens, _pairs: 0.001 * (tokens + 1),
+    )
+    assert largest_forward(engine) == 512
 
 
-async def test_forwards_that_compile_kernels_change_nothing(engine: Any) -> None:
+async def test_forwards_that_compile_kernels_change_nothing() -> None:
     ran: set[tuple[int, int]] = set()
 
     def compiling(decodes: int, kv: int, tokens: int, pairs: int) -> float:
@@ -216,12 +226,8 @@ async def test_forwards_that_compile_kernels_change_nothing(engine: Any) -> None
         ran.add((decodes, tokens))
         return seconds(decodes, kv, tokens, pairs) + 2.0 * is_first
 
-    engine.seconds = compiling
-    await calibrate(engine)
-    undisturbed: Any = FakeEngine()
-    await calibrate(undisturbed)
-    assert engine.costs.points == undisturbed.costs.points
-    assert engine.costs.mixed == undisturbed.costs.mixed
+    engine, usual = await calibrated(seconds=compiling), await calibrated()
+    assert engine.costs.points == usual.costs.points and engine.costs.mixed == usual.costs.mixed
 
 
 def test_times_of_disturbed_forwards_do_not_count() -> None:
@@ -242,20 +248,11 @@ async def test_an_engine_measures_while_no_client_uses_it(*, asyncep: bool) -> N
         return LayerTimes(tokens, tokens * 1e-5, 0.003) if asyncep else None
 
     active = cycle([True, True, False])
-    engine: Any = FakeEngine(layers=layers, others_active=lambda: next(active))
-    await calibrate(engine)
+    engine = await calibrated(layers=layers, others_active=lambda: next(active))
     assert engine.costs.prefill(1024) == pytest.approx(seconds(0, 0, 1024, 0), rel=0.02)
     if asyncep:
         assert engine.saturation.tokens == pytest.approx(361, abs=1)
         assert engine.waits_for == engine.saturation.tokens
-
-
-async def test_sizes_grow_until_transfers_are_hidden() -> None:
-    """Although a token costs as much in each."""
-    engine: Any = FakeEngine(layers=lambda tokens: LayerTimes(tokens, tokens * 1e-5, 0.003))
-    engine.seconds = lambda _decodes, _kv, tokens, _pairs: 0.001 * (tokens + 1)
-    await calibrate(engine)
-    assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == 512
 
 
 @pytest.mark.parametrize("way", ["draining", "warming_up"])
@@ -280,8 +277,7 @@ async def test_aborted_forwards_leave_costs_unknown(
     """But prefills wait for forwards of the size that the operator has given."""
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
     aborted = {"type": "abort", "message": "too late"}
-    engine: Any = FakeEngine(finish_reason=aborted, run=lambda *_, **__: None)
-    await calibrate(engine)
+    engine = await calibrated(finish_reason=aborted, run=lambda *_, **__: None)
     assert "too late" in caplog.text and engine.costs is UNMEASURED
     assert engine.waits_for == 500
     # Each size was tried some times.
@@ -302,11 +298,8 @@ async def test_forwards_that_fail_now_and_then_run_again(how: str) -> None:
             else:
                 super().run(tokens + 7, pairs, rides=rides)
 
-    engine: Any = Failing()
-    await calibrate(engine)
-    undisturbed: Any = FakeEngine()
-    await calibrate(undisturbed)
-    # What ran beside another request is a forward, too.
+    engine, undisturbed = await calibrated(Failing), await calibrated()
+    # A forward beside another request counts, too.
     assert {*engine.costs.points} >= {*undisturbed.costs.points}
     assert {*engine.costs.mixed} >= {*undisturbed.costs.mixed}
 
@@ -318,8 +311,7 @@ async def test_sizes_that_keep_failing_are_left_out() -> None:
                 raise EngineFailed("out of memory")
             super().run(tokens, pairs, rides=rides)
 
-    engine: Any = Failing()
-    await calibrate(engine)
+    engine = await calibrated(Failing)
     assert [size for size, _ in engine.costs.points] == [1, 16, 128, 256, 512, 1024, 2048]
     mixed = {tokens for decodes, tokens, _ in engine.costs.mixed if decodes == 8 and tokens}
     assert mixed == {24, 56, 248, 504}
@@ -331,8 +323,7 @@ async def test_prefills_wait_unless_ranks_step_together(
     monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
 ) -> None:
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
-    engine: Any = FakeEngine(steps_together=together)
-    await calibrate(engine)
+    engine = await calibrated(steps_together=together)
     assert engine.waits_for == expected and engine.costs is not UNMEASURED
 
 
@@ -349,25 +340,22 @@ async def test_what_is_off_is_logged(caplog: pytest.LogCaptureFixture, engine: A
 
 @pytest.mark.parametrize("longest", [100, 1100, 2100, 2500, 4000])
 async def test_no_context_is_longer_than_a_prompt_may_be(longest: int) -> None:
-    engine: Any = FakeEngine(max_prompt_tokens=longest, max_unchunked_prompt=longest // 2)
-    await calibrate(engine)
+    engine = await calibrated(max_prompt_tokens=longest, max_unchunked_prompt=longest // 2)
     size = max(size for size in SIZES if size <= longest // 4)
     expected = seconds(0, 0, size, size * longest // 2)
     assert engine.costs.prefill(size, longest // 2) == pytest.approx(expected, rel=0.02)
 
 
-async def test_refused_answers_hold_up_nothing() -> None:
+async def test_answers_end_whatever_fails() -> None:
     engine: Any = FakeEngine(refuses=2)
     with anyio.fail_after(5):
         async with Measurement(engine)._decoding(3, [0]):
             assert len(engine._decoding) == 1
-    assert not engine._decoding
-
-
-async def test_answers_end_if_what_rides_with_them_fails(engine: Any) -> None:
-    with anyio.fail_after(5), pytest.raises(ExceptionGroup):
-        async with Measurement(engine)._decoding(3, [0]):
-            raise EngineFailed("it failed")
+        assert not engine._decoding
+        # A forward that runs beside the answers fails.
+        with pytest.raises(ExceptionGroup):
+            async with Measurement(engine)._decoding(3, [0]):
+                raise EngineFailed("it failed")
     assert not engine._decoding
 
 
@@ -376,7 +364,7 @@ SATURATED = Saturation(700, 8192, 0.003, ((64, 0.001), (512, 0.002)))
 
 
 def save(folder: Path, **info: Any) -> str:
-    """Save an answer of ``GET /flashmoa/info``, which has more fields than those that count."""
+    """Save an answer of ``GET /flashmoa/info``, which also has other fields."""
     file = folder / "info.json"
     file.write_text(json.dumps({"plugin": {"version": "9"}, "prompt_streams": 2, **info}))
     return str(file)
@@ -386,7 +374,7 @@ def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
     file = save(tmp_path, costs=asdict(MEASURED), saturation=asdict(SATURATED))
     assert read_costs(file) == (MEASURED, SATURATED)
     assert read_costs(save(tmp_path, costs=asdict(MEASURED), saturation=None)) == (MEASURED, None)
-    # Engines of older versions say nothing of what contexts cost.
+    # Older versions have no costs of contexts.
     old = {name: asdict(MEASURED)[name] for name in ("points", "decode_step", "mixed")}
     assert read_costs(save(tmp_path, costs=old))[0] == replace(MEASURED, per_kv_token=0, per_pair=0)
 
@@ -400,10 +388,7 @@ def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
         ({"costs": asdict(MEASURED) | {"points": [[1, 0.1], [2]]}}, "costs.points.1.1"),
         ({"costs": asdict(MEASURED) | {"decode_step": -1}}, "costs.decode_step: .* equal to 0"),
         ({"costs": asdict(MEASURED) | {"per_pair": -1}}, "costs.per_pair: .* equal to 0"),
-        (
-            {"costs": asdict(MEASURED) | {"mixed": [[1, 31, float("inf")]]}},
-            "0.2: .* finite",
-        ),
+        ({"costs": asdict(MEASURED) | {"mixed": [[1, 31, inf]]}}, "0.2: .* finite"),
     ],
 )
 def test_a_file_needs_costs(tmp_path: Path, info: dict[str, Any], message: str) -> None:
@@ -419,6 +404,8 @@ def test_no_engine_starts_without_its_file(
     if content is not None:
         file.write_bytes(content)
     monkeypatch.setenv("FLASHMOA_COSTS", str(file))
+    # SGLang would be imported.
+    monkeypatch.setattr(RELEASE, "resolve_arguments", lambda arguments: arguments)
     with pytest.raises(SystemExit, match=r"--flashmoa-costs .*info\.json"):
         arguments = SimpleNamespace(tokenizer_worker_num=1)
         plugin.attach_api(None, SimpleNamespace(server_args=arguments))
@@ -429,8 +416,7 @@ async def test_an_engine_with_a_file_measures_nothing(
 ) -> None:
     file = save(tmp_path, costs=asdict(MEASURED), saturation=asdict(SATURATED))
     monkeypatch.setenv("FLASHMOA_COSTS", file)
-    engine: Any = FakeEngine()
-    await calibrate(engine)
+    engine = await calibrated()
     assert engine.costs == MEASURED and engine.saturation == SATURATED
     assert engine.waits_for == SATURATED.tokens
     assert not engine.marks

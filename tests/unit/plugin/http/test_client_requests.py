@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import HTTPException
@@ -25,28 +27,32 @@ from flashmoa_sglang.sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.http.fake_engine import FakeEngine, generation, open_stream
+from tests.unit.plugin.http.fakes import FakeEngine, generation, open_stream
 
 TOKEN = {"text": "a", "meta_info": {"finish_reason": None, "completion_tokens": 1}}
 
 
-class HttpRequest:
-    """A client's request, of a client that stays connected."""
-
-    def __init__(self, **hints: object) -> None:
-        self._json = hints
-        self.state = SimpleNamespace()
-        self.headers: dict[str, str] = {}
-
-    async def is_disconnected(self) -> bool:
-        return False
+def http_request(**hints: object) -> Any:
+    """Make the request of a client that stays connected."""
+    is_disconnected = AsyncMock(return_value=False)
+    return SimpleNamespace(
+        _json=hints, state=SimpleNamespace(), headers={}, is_disconnected=is_disconnected
+    )
 
 
-def ended_stream(table: StreamTable, ids: list[int], **fields: Any) -> PromptStream:
+def ended_stream(table: StreamTable, ids: Sequence[int], **fields: Any) -> PromptStream:
     """Open a stream of token ids that has ended, unless the fields say otherwise."""
-    stream = PromptStream(ttl_seconds=9, buffer=None, **{"ended_at": 1.0, **fields})
-    table.add(stream, ids)
-    table.open(stream)
+    return open_stream(table, ids=ids, **{"ended_at": 1.0, **fields})
+
+
+def buffered_stream(table: StreamTable, tokens: list[int], **fields: Any) -> PromptStream:
+    """Open a stream of text with these tokens. The last one is not certain."""
+    certain = tokens[:-1]
+    buffer: Any = SimpleNamespace(certain_tokens=len(certain), tokens=array("q", certain))
+    buffer.encode_piece, buffer.whole_text = lambda *_: tokens, ""
+    buffer.snapshot = lambda: buffer
+    stream = PromptStream(9, buffer, **fields)
+    table._open[stream.id] = stream
     return stream
 
 
@@ -62,7 +68,7 @@ async def send(
     prompt: dict[str, Any] | None = None,
     **hints: Any,
 ) -> Any:
-    """Send the final request of a stream to an engine that answers with these outcomes.
+    """Send a stream's final request to an engine, which answers with ``outcomes``.
 
     Return the request that the engine gets.
     """
@@ -73,11 +79,10 @@ async def send(
                 raise outcome
             yield outcome
 
-    fields: dict[str, Any] = {"sampling_params": {}, "stream": True, "routed_dp_rank": None}
-    fields["rid"] = None
-    body = generation(None, **fields, **({"input_ids": [*range(10)]} if prompt is None else prompt))
+    fields = {"sampling_params": {}, "stream": True, "routed_dp_rank": None, "rid": None}
+    body = generation(None, **fields, **(prompt or {"input_ids": [*range(10)]}))
     manager = SimpleNamespace(flashmoa_table=table, mm_processor=None)
-    request = HttpRequest(prompt_stream_id=stream, **hints)
+    request = http_request(prompt_stream_id=stream, **hints)
     client_requests.current.set(None)
     with suppress(ValueError, HTTPException):
         async for _ in client_requests.generate_request(answer, manager, body, request):
@@ -125,7 +130,7 @@ async def test_a_request_learns_the_saved_time(engine: FakeEngine, table: Stream
 
 
 async def test_a_pinned_stream_replaces_a_named_one_that_is_gone(table: StreamTable) -> None:
-    named = open_stream(table, tokens=5)
+    named = open_stream(table, ids=range(5))
     for other in (named.id, named.id, "unknown"):
         pinned = ended_stream(table, [*range(5)], pinned_from=2)
         is_open = named.closed is None
@@ -140,12 +145,11 @@ async def test_a_pinned_stream_replaces_a_named_one_that_is_gone(table: StreamTa
     assert answer["meta_info"]["prompt_stream"]["status"] == "used" and others.closed is None
 
 
-async def test_a_stream_that_ends_before_its_use_is_not_used(table: StreamTable) -> None:
+async def test_an_ended_stream_is_not_used(table: StreamTable) -> None:
     stream = open_stream(table)
     request = client_requests.StreamRequest(table, stream.id)
     table.close(stream, "expired")
-    body = SimpleNamespace(text=None, input_ids=[1], sampling_params={}, routed_dp_rank=None)
-    request.use(body, multimodal=False)
+    request.use(generation([1], routed_dp_rank=None), multimodal=False)
     assert request.status == "expired" and not stream.claimed
 
 
@@ -184,7 +188,7 @@ async def test_what_cannot_be_prewarmed_is_refused(
 @pytest.mark.parametrize("role", [None, "prefill"])
 async def test_prewarming_uses_the_stream(engine: Any, table: StreamTable, role: str) -> None:
     engine.role, engine.why_no_kv = role, lambda: None
-    stream = open_stream(table, tokens=5)
+    stream = open_stream(table, ids=range(5))
     warm = {"meta_info": {**TOKEN["meta_info"], "prompt_tokens": 10, "cached_tokens": 5}}
     chat: dict[str, Any] = {"messages": [], "prompt_cache_options": {"prewarm": True}}
     await send(table, stream.id, warm, **chat)
@@ -215,11 +219,8 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 def may_be_its_own(prompt: list[int], stream: PromptStream) -> int:
     """Return, token by token, what `PromptStream.agrees_with` should."""
-    agreed = 0
-    for mine, its in zip(prompt, stream.ids, strict=False):
-        if mine != its:
-            break
-        agreed += 1
+    pairs = zip(prompt, stream.ids, strict=False)
+    agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if stream.pinned_from is None:
         return agreed if stream.ended_at is not None and agreed == len(stream.ids) else 0
     return agreed if agreed > stream.pinned_from else 0
@@ -228,18 +229,13 @@ def may_be_its_own(prompt: list[int], stream: PromptStream) -> int:
 @given(
     prompt=PROMPTS,
     streams=st.lists(
-        st.tuples(
-            PROMPTS, st.booleans(), st.booleans(), st.none() | st.integers(1, 5), st.booleans()
-        ),
-        max_size=4,
+        st.tuples(PROMPTS, *[st.booleans()] * 3, st.none() | st.integers(1, 5)), max_size=4
     ),
 )
-async def test_a_prompt_finds_its_stream(
-    prompt: list[int], streams: list[tuple[list[int], bool, bool, int | None, bool]]
-) -> None:
+async def test_a_prompt_finds_its_stream(prompt: list[int], streams: list[Any]) -> None:
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     expected, most = None, 0
-    for ids, ended, claimed, pinned_from, salted in streams:
+    for ids, ended, claimed, salted, pinned_from in streams:
         stream = ended_stream(
             table,
             ids,
@@ -299,15 +295,10 @@ def test_ids_of_no_vocabulary_are_left_to_sglang(ids: list[Any]) -> None:
 async def test_a_list_of_one_prompt_uses_its_stream(
     table: StreamTable, prompts: dict[str, Any], used: bool, sent: dict[str, Any]
 ) -> None:
-    tokens: Any = SimpleNamespace(certain_tokens=2, tokens=array("q", [0, 1]), whole_text="")
-    tokens.encode_piece = lambda *_: [0, 1, 2]
-    tokens.snapshot = lambda: tokens
-    stream = PromptStream(
-        ttl_seconds=9,
-        buffer=tokens if "text" in prompts else None,
-        terms=Terms(cache_salt="salt" if "cache_salt" in prompts else None),
-    )
-    table._open[stream.id] = stream
+    terms = Terms(cache_salt="salt" if "cache_salt" in prompts else None)
+    stream = buffered_stream(table, [0, 1, 2], terms=terms)
+    if "text" not in prompts:
+        stream.buffer = None
     meta: dict[str, Any] = {"prompt_tokens": 4, "cached_tokens": 3}
     output = {"text": "", "meta_info": meta}
     body = await send(table, stream.id, output, prompt=prompts)
@@ -348,7 +339,7 @@ async def test_a_request_may_overtake_its_streams_end(
 
 
 class Tokens(array):  # type: ignore[type-arg]
-    """Tokens that are not compared with others one and all."""
+    """Tokens that refuse to be compared as a whole."""
 
     def __getitem__(self, place: Any) -> Any:
         assert not isinstance(place, slice)
@@ -368,10 +359,7 @@ def test_one_token_tells_that_a_stream_is_no_prompt() -> None:
 async def test_a_thread_without_context_takes_the_streams_tokens(table: StreamTable) -> None:
     """As SGLang makes prompts since 0.5.22; another chat in the same thread has its own tokens."""
     tokenizer: Any = SimpleNamespace(encode=lambda *_, **__: [0])
-    buffer: Any = SimpleNamespace(encode_piece=lambda *_: [7, 8], certain_tokens=1, tokens=[7])
-    buffer.snapshot = lambda: buffer
-    stream = PromptStream(ttl_seconds=9, buffer=buffer)
-    table._open[stream.id] = stream
+    stream = buffered_stream(table, [7, 8])
 
     def process(_chat: object, text: str, _is_multimodal: bool) -> list[int]:
         return rendering.encode_chat(lambda tokenizer, *_: tokenizer.encode(), tokenizer, text)
@@ -381,7 +369,7 @@ async def test_a_thread_without_context_takes_the_streams_tokens(table: StreamTa
         assert rendering.served.get() is None
         return ids
 
-    linked, other = HttpRequest(prompt_stream_id=stream.id), HttpRequest()
+    linked, other = http_request(prompt_stream_id=stream.id), http_request()
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as thread:
         for request, expected in ((linked, [7, 8]), (other, [0]), (linked, [7, 8])):
@@ -393,7 +381,7 @@ async def test_a_thread_without_context_takes_the_streams_tokens(table: StreamTa
     client_requests.current.set(None)
 
 
-async def test_sglang_keeps_no_tokens_of_a_rendered_prompt() -> None:
+async def test_sglang_keeps_no_tokens_of_rendered_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so for models of pictures, and would take none for the prompt of a later request."""
     kept: list[bool] = []
 
@@ -402,6 +390,8 @@ async def test_sglang_keeps_no_tokens_of_a_rendered_prompt() -> None:
         tokenizer.encode("A prompt.")
 
     tokenizer: Any = SimpleNamespace(encode=lambda *_, **__: [0], apply_chat_template=None)
+    # SGLang would be imported.
+    monkeypatch.setattr(RELEASE, "prepare_tokenizer", lambda _: None)
     rendering.wrap_encode(tokenizer)
     with rendering._recording() as rendered:
         rendering.note_served(process, None, "of /render_response", True)

@@ -34,20 +34,17 @@ MESSAGE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def look(
-    *,
-    sampling: dict[str, Any] | None = None,
-    media: bool = False,
-    processor: object = None,
-    radix_cache: bool = True,
-    labels: Any = None,
-    lora_id: Any = None,
-    **fields: Any,
-) -> Any:
+# Things that a test gives besides a message's fields.
+OTHERS = {"media": False, "processor": None, "radix_cache": True, "labels": None, "lora_id": None}
+
+
+def look(*, sampling: dict[str, Any] | None = None, **given: Any) -> Any:
     """Let the guard check a message, and return it."""
-    message = SimpleNamespace(
-        sampling_params=SimpleNamespace(**{**SAMPLING, **(sampling or {})}), **{**MESSAGE, **fields}
+    media, processor, radix_cache, labels, lora_id = (
+        given.pop(name, usual) for name, usual in OTHERS.items()
     )
+    params = SimpleNamespace(**SAMPLING | (sampling or {}))
+    message = SimpleNamespace(sampling_params=params, **MESSAGE | given)
     manager = SimpleNamespace(
         flashmoa_table=SimpleNamespace(engine=SimpleNamespace(has_radix_cache=radix_cache)),
         model_config=SimpleNamespace(vocab_size=VOCABULARY, hidden_size=HIDDEN, is_generation=True),
@@ -127,12 +124,10 @@ def test_what_would_end_a_scheduler_is_refused(fields: dict[str, Any], says: str
 
 def test_an_embedding_engine_refuses_to_generate() -> None:
     """Its scheduler ends at the forward for a second token."""
-    message = SimpleNamespace(stream=False)
-    manager = SimpleNamespace(
-        flashmoa_table=object(), model_config=SimpleNamespace(is_generation=False)
-    )
+    config = SimpleNamespace(is_generation=False)
+    manager = SimpleNamespace(flashmoa_table=object(), model_config=config)
     with pytest.raises(ValueError, match="ask for them at /v1/embeddings"):
-        guard.refuse_harmful(message, manager, SimpleNamespace())
+        guard.refuse_harmful(SimpleNamespace(stream=False), manager, SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -186,13 +181,9 @@ def test_deeply_nested_params_are_refused() -> None:
         look(sampling={"custom_params": {"a": deep}})
 
 
+numbers = st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**400, 1e308])
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**400, 1e308])
-    | st.floats()
-    | st.text(max_size=3),
+    st.one_of(st.none(), st.booleans(), st.integers(), numbers, st.floats(), st.text(max_size=3)),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=5,
 )
@@ -233,9 +224,8 @@ async def test_what_sglang_cannot_read_is_refused(error: Exception) -> None:
         yield
 
     obj = SimpleNamespace(sampling_params={"n": 1}, rid="r")
-    with pytest.raises(
-        ValueError, match=f"cannot read this request .{type(error).__name__}"
-    ) as told:
+    says = f"cannot read this request .{type(error).__name__}"
+    with pytest.raises(ValueError, match=says) as told:
         await anext(guard.answer(read, None, obj, None))
     assert len(str(told.value)) < 150
 

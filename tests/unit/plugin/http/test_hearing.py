@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,20 +47,24 @@ def test_text_grows_to_that_of_all_tokens(prompt: str, answer: bytes, data: st.D
 
 
 def request(rid: str, written: int, **more: Any) -> Any:
-    fields: Line = {"is_finished": False, "may_stop": False, **more}
     return SimpleNamespace(
         rid=rid,
         output_ids=list(range(written)),
         origin_input_ids_unpadded=array("q", range(100, 120)),
-        finished=lambda: fields["is_finished"],
-        check_match_stop_str_prefix=lambda: fields["may_stop"],
+        finished=lambda: more.get("is_finished", False),
+        check_match_stop_str_prefix=lambda: more.get("may_stop", False),
     )
 
 
 def told(message: Any) -> dict[str, tuple[list[int], int]]:
-    if message is None:
-        return {}
-    return {rid: ([*array("q", ids)], before) for rid, ids, before in message.answers}
+    answers = message.answers if message is not None else ()
+    return {rid: ([*array("q", ids)], before) for rid, ids, before in answers}
+
+
+def hearing(*begun: str, slowdown: float = 1.0) -> WrittenAnswers:
+    answers = WrittenAnswers(slowdown)
+    answers.hear(HearAnswers(begun=begun))
+    return answers
 
 
 def test_only_new_tokens_of_heard_requests_are_told() -> None:
@@ -78,39 +82,27 @@ def test_only_new_tokens_of_heard_requests_are_told() -> None:
 
 def test_a_slowed_down_device_lengthens_the_interval() -> None:
     for slowdown in (1.0, 4.0):
-        answers = WrittenAnswers(slowdown)
-        answers.hear(HearAnswers(begun=("a",)))
+        answers = hearing("a", slowdown=slowdown)
         assert answers.news([request("a", 1)], 10.0)
         assert answers.news([request("a", 2)], 10.0 + slowdown * 0.02) is None
         assert told(answers.news([request("a", 3)], 10.0 + slowdown * 0.03)) == {"a": ([1, 2], 0)}
 
 
 def test_an_end_and_possible_stop_strings_are_not_told() -> None:
-    answers = WrittenAnswers()
-    answers.hear(HearAnswers(begun=("a", "b")))
     reqs = [request("a", 4, is_finished=True), request("b", 4, may_stop=True)]
-    assert answers.news(reqs, 1.0) is None
-
-
-async def next_lines(lines: AsyncGenerator[bytes]) -> list[Line]:
-    return [json.loads(line) for line in (await anext(lines)).splitlines()]
+    assert hearing("a", "b").news(reqs, 1.0) is None
 
 
 async def test_texts_that_wait_are_joined_and_keep_their_order() -> None:
     channel = Channel()
     lines = channel.lines()
-    assert await next_lines(lines) == [{"listening": True}]
-    channel.tell({"call": "a", "reasoning": "Hm", "at": 0})
-    channel.tell({"call": "b", "content": "Yes", "at": 7})
-    channel.tell({"call": "a", "reasoning": ".", "at": 2})
-    channel.tell({"call": "a", "content": "No \ud800", "at": 0})
-    channel.tell({"call": "b", "end": "stop"})
-    assert await next_lines(lines) == [
-        {"call": "a", "reasoning": "Hm.", "at": 0},
-        {"call": "b", "content": "Yes", "at": 7},
-        {"call": "a", "content": "No \ud800", "at": 0},
-        {"call": "b", "end": "stop"},
-    ]
+    assert json.loads(await anext(lines)) == {"listening": True}
+    yes, no = {"call": "b", "content": "Yes", "at": 7}, {"call": "a", "content": "\ud800", "at": 0}
+    thought, end = {"call": "a", "reasoning": "Hm", "at": 0}, {"call": "b", "end": "stop"}
+    for line in (thought, yes, {"call": "a", "reasoning": ".", "at": 2}, no, end):
+        channel.tell(line)
+    told = [json.loads(line) for line in (await anext(lines)).splitlines()]
+    assert told == [{**thought, "reasoning": "Hm."}, yes, no, end]
     channel.close()
     assert [line async for line in lines] == []
 
@@ -151,13 +143,9 @@ async def hear(call: HeardCall, notes: Sequence[Line]) -> list[Line]:
 
 @pytest.mark.parametrize("in_pieces", [False, True])
 async def test_streamed_outputs_are_told_in_both_forms(in_pieces: bool) -> None:
-    call = HeardCall("c", None, in_pieces=in_pieces)
-    notes = [
-        output("A"),
-        output("b" if in_pieces else "Ab"),
-        output("." if in_pieces else "Ab.", "stop"),
-    ]
-    lines = await hear(call, notes)
+    first, second, last = ("A", "b", ".") if in_pieces else ("A", "Ab", "Ab.")
+    notes = [output(first), output(second), output(last, "stop")]
+    lines = await hear(HeardCall("c", None, in_pieces=in_pieces), notes)
     assert "".join(line.get("text", "") for line in lines) == "Ab."
     assert lines[-1] == {"call": "c", "end": "stop", "usage": {"completion_tokens": 2}}
 

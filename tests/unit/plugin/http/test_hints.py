@@ -11,9 +11,10 @@ from flashmoa_sglang.http.hints import Hints, read_hints
 STREAM, TOKENS = "X-Request-Id-FlashMoA-Stream", "X-Request-Id-FlashMoA-Tokens"
 
 
-def with_body(**body: object) -> Any:
-    """Return a client's request with this body."""
-    return SimpleNamespace(_json=body, state=SimpleNamespace(), headers={})
+def with_body(headers: tuple[str, str] | None = None, **body: object) -> Any:
+    """Return a client's request with this body, and with a stream and a number in headers."""
+    sent = dict(zip((STREAM, TOKENS), headers or (), strict=False))
+    return SimpleNamespace(_json=body, state=SimpleNamespace(), headers=sent)
 
 
 @pytest.mark.parametrize("body", [{"_json": {"messages": []}}, {"_json": [1]}, {}])
@@ -23,11 +24,9 @@ def test_headers_count_whatever_the_body_is(body: dict[str, Any]) -> None:
 
 
 def test_hints_in_the_body_count_before_headers() -> None:
-    asked = with_body(prompt_stream_id="a", nvext={"agent_hints": {"osl": 5}})
-    asked.headers = {STREAM: "b", TOKENS: "70"}
+    asked = with_body(("b", "70"), prompt_stream_id="a", nvext={"agent_hints": {"osl": 5}})
     assert read_hints(asked) == Hints("a", 5)
-    asked = with_body(prompt_stream_id=None, expected_output_tokens=0)
-    asked.headers = {STREAM: "b", TOKENS: "70"}
+    asked = with_body(("b", "70"), prompt_stream_id=None, expected_output_tokens=0)
     assert read_hints(asked) == Hints("b", 0)
 
 
@@ -35,9 +34,7 @@ def test_hints_in_the_body_count_before_headers() -> None:
     "number", ["", "-1", "2147483648", "9" * 5000, "1.5", "x", "0x1", "1_0", "\u0663", " 7", "true"]
 )
 def test_a_header_that_makes_no_sense_is_ignored(number: str) -> None:
-    asked = with_body()
-    asked.headers = {STREAM: "", TOKENS: number}
-    assert read_hints(asked) == Hints()
+    assert read_hints(with_body(("", number))) == Hints()
 
 
 @pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5, "3", [], {}])
@@ -96,6 +93,10 @@ def test_a_wrong_hint_is_named(body: dict[str, Any], named: str) -> None:
         read_hints(with_body(messages=[], **body))
 
 
+PATHS = """
+prompt_stream_id expected_output_tokens nvext nvext.agent_hints nvext.agent_hints.osl
+prompt_cache_options prompt_cache_options.prewarm prompt_cache_options.ttl
+""".split()  # noqa: SIM905
 DEEP: Any = []
 for _ in range(975):
     DEEP = [DEEP]
@@ -104,19 +105,7 @@ for _ in range(975):
 @pytest.mark.parametrize(
     "value", [DEEP, "x" * 10_000, ["x" * 10_000] * 10_000], ids=["deep", "", ""]
 )
-@pytest.mark.parametrize(
-    "path",
-    [
-        "prompt_stream_id",
-        "expected_output_tokens",
-        "nvext",
-        "nvext.agent_hints",
-        "nvext.agent_hints.osl",
-        "prompt_cache_options",
-        "prompt_cache_options.prewarm",
-        "prompt_cache_options.ttl",
-    ],
-)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_wrong_hint_is_answered_in_few_words(path: str, value: Any) -> None:
     if path == "prompt_stream_id" and isinstance(value, str):
         value = {"id": value}

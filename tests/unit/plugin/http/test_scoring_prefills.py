@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -31,22 +31,32 @@ class CountingEngine:
 
     Attributes:
         batches: the requests, in order.
-        refuses: the message of a prefill that SGLang aborts, by the last token of its prompt.
+        refuses: messages of aborted prefills, by the last token of their prompts.
         retracts: the last tokens of prompts whose prefill SGLang interrupts once.
+        error: raised by each request, or by batches only if ``after_first``.
+        hangs: whether the first request is never answered.
     """
 
     role = None
+    error: Exception | None = None
+    after_first = hangs = False
+    refuses: dict[int, str] = {}  # noqa: RUF012
+    retracts: frozenset[int] = frozenset()
 
-    def __init__(self, queue: int | None = None) -> None:
+    def __init__(self, queue: int | None = None, **given: Any) -> None:
+        vars(self).update(given)
         self.max_queued_requests = queue
         self.under_way = self.most_under_way = 0
         self.batches: list[Any] = []
-        self.refuses: dict[int, str] = {}
-        self.retracts: set[int] = set()
 
     async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
         self.batches.append(request)
-        if isinstance(request.rid, str):  # It is no batch.
+        is_first = isinstance(request.rid, str)
+        if self.error is not None and not (self.after_first and is_first):
+            raise self.error
+        if is_first:  # It is no batch.
+            if self.hangs:
+                await anyio.sleep_forever()
             fields = {name: [value] for name, value in vars(request).items()}
             yield {"meta_info": self._answer(SimpleNamespace(**fields), 0)}
             return
@@ -65,15 +75,12 @@ class CountingEngine:
         ids = request.input_ids[index]
         if message := self.refuses.get(ids[-1]):
             return {"finish_reason": {"type": "abort", "status_code": 503, "message": message}}
+        start, candidates = request.logprob_start_len[index], request.token_ids_logprob[index]
         return {
             **unfinished(ids),
             "finish_reason": {"type": "length", "length": 0},
-            "input_token_logprobs": [
-                (-0.5, token, None) for token in ids[request.logprob_start_len[index] :]
-            ],
-            "output_token_ids_logprobs": [
-                [(-float(token), token, None) for token in request.token_ids_logprob[index]]
-            ],
+            "input_token_logprobs": [(-0.5, token, None) for token in ids[start:]],
+            "output_token_ids_logprobs": [[(-float(token), token, None) for token in candidates]],
         }
 
 
@@ -97,17 +104,10 @@ async def score(
     room: PrefillRoom | None = None,
     prompt_stream: Any = None,
 ) -> list[ScoredPrompt]:
-    found: list[ScoredPrompt] = []
+    found, fake = list[ScoredPrompt](), cast("Any", engine)
     room = room or PrefillRoom(engine.max_queued_requests)
-    scorer = ListScorer(
-        engine,  # type: ignore[arg-type]
-        Terms(dp_rank=1),
-        None,
-        room,
-        shares,
-        found.append,
-        prompt_stream,
-    )
+    terms = Terms(dp_rank=1)
+    scorer = ListScorer(fake, terms, None, room, shares, found.append, prompt_stream)
     prompts = [ScoredPrompt(i, f"items[{i}]", [1, 2, i], candidates) for i in range(items)]
     await scorer.run(prompts)
     return found
@@ -149,10 +149,8 @@ async def test_lists_at_once_share_the_room_and_take_turns() -> None:
             group.create_task(one(items))
     assert engine.most_under_way == 48
     assert ends[0] == 40
-
-
-async def test_many_short_lists_fill_the_engine() -> None:
-    engine, room = CountingEngine(100), PrefillRoom(100)
+    # Many short lists fill the engine.
+    engine.most_under_way = 0
     async with asyncio.TaskGroup() as group:
         for _ in range(200):
             group.create_task(score(engine, 1, [[7]], room=room))
@@ -174,8 +172,7 @@ async def test_a_list_whose_client_leaves_takes_no_room() -> None:
 
 
 async def test_interrupted_prefills_do_not_count() -> None:
-    engine = CountingEngine()
-    engine.retracts = {0, 2, 8}
+    engine = CountingEngine(retracts={0, 2, 8})
     found = await score(engine, 3, [[5], [7], [6, 8]])
     assert [scores.logprobs for scores in found] == [[-5.0, -7.0, -1.0]] * 3
     assert {scores.usage.prefills for scores in found} == {2}
@@ -193,25 +190,10 @@ async def test_a_list_that_fails_gives_its_room_back() -> None:
     assert engine.most_under_way == 48
 
 
-class FailingEngine(CountingEngine):
-    """Fails with an error, before the first prefill or only after it."""
-
-    def __init__(self, error: Exception, *, after_first: bool = False, hangs: bool = False) -> None:
-        super().__init__()
-        self.error, self.after_first, self.hangs = error, after_first, hangs
-
-    async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
-        if not self.after_first or not isinstance(request.rid, str):
-            raise self.error
-        if self.hangs:
-            await anyio.sleep_forever()
-        async for output in super().run(request, None):
-            yield output
-
-
 async def test_an_error_of_a_whole_list_names_no_item() -> None:
+    engine = CountingEngine(error=MalformedRequest("The adapter is not loaded."))
     with pytest.raises(MalformedRequest, match=r"^The adapter") as raised:
-        await score(FailingEngine(MalformedRequest("The adapter is not loaded.")), 3, [[7]])
+        await score(engine, 3, [[7]])
     assert not raised.value.details
 
 
@@ -260,9 +242,7 @@ class PromptStream:
 
 
 @pytest.mark.parametrize("shares", [True, False])
-async def test_only_the_first_prefill_uses_the_stream(
-    shares: bool,
-) -> None:
+async def test_only_the_first_prefill_uses_the_stream(shares: bool) -> None:
     engine, stream = CountingEngine(), PromptStream()
     (only,) = await score(engine, 1, [[7], [8, 9], [8, 5]], shares=shares, prompt_stream=stream)
     assert only.logprobs == [-7, -1, -1]
@@ -277,7 +257,7 @@ async def test_only_the_first_prefill_uses_the_stream(
 @pytest.mark.parametrize("shares", [True, False])
 async def test_a_refused_list_gives_its_stream_back(shares: bool, after_first: bool) -> None:
     stream, error = PromptStream(), EngineBusy("The queue is full.")
-    engine = FailingEngine(error, after_first=after_first, hangs=shares)
+    engine = CountingEngine(error=error, after_first=after_first, hangs=shares)
     with pytest.raises(EngineBusy):
         await score(engine, 1, [[7], [8, 9]], shares=shares, prompt_stream=stream)
     assert (stream.log[0], stream.log[-1]) == ("used by [1, 2, 0]", "given back")
@@ -292,26 +272,22 @@ async def test_lists_of_one_item_and_of_none_are_scored(shares: bool) -> None:
 
 
 async def test_a_prefill_that_sglang_aborts_is_named() -> None:
-    engine = CountingEngine()
-    engine.refuses[30] = "The queue is full."
-    with pytest.raises(
-        EngineBusy, match=r"items\[30\]: SGLang has aborted .* queue is full"
-    ) as raised:
+    engine = CountingEngine(refuses={30: "The queue is full."})
+    says = r"items\[30\]: SGLang has aborted .* queue is full"
+    with pytest.raises(EngineBusy, match=says) as raised:
         await score(engine, 40, [[7]])
     assert raised.value.details["item"] == 30
 
 
 @pytest.mark.parametrize("fails", [None, RuntimeError("broken"), MalformedRequest("refused")])
 async def test_the_end_of_a_stream_tells_what_has_failed(fails: Exception | None) -> None:
-    engine = CountingEngine() if fails is None else FailingEngine(fails)
-    scorer = ListScorer(engine, Terms(), None, PrefillRoom(None), shares=True)  # type: ignore[arg-type]
+    engine: Any = CountingEngine(error=fails)
+    scorer = ListScorer(engine, Terms(), None, PrefillRoom(None), shares=True)
     form = ScoreForm("m", softmax=False, with_tokens=False)
-    events = [
-        event.removeprefix("data: ").strip()
-        async for event in stream(scorer, [ScoredPrompt(0, "items[0]", [1], [[7, 8]])], form)
-    ]
-    assert events[-1] == "[DONE]"
-    end = json.loads(events[-2])
+    prompts = [ScoredPrompt(0, "items[0]", [1], [[7, 8]])]
+    *_, end, done = [event.removeprefix("data: ") async for event in stream(scorer, prompts, form)]
+    assert done.strip() == "[DONE]"
+    end = json.loads(end)
     if fails is None:
         assert end["usage"]["prefills"] == 1
     else:

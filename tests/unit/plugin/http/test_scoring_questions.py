@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest
-from flashmoa_sglang.http.scoring.questions import (
-    CandidateTokenizer,
-    ClassifyBody,
-    RerankBody,
-    ScoreBody,
-    classify_question,
-    document_texts,
-    refuse_duplicates,
-    rerank_question,
-    score_question,
-)
+from flashmoa_sglang.http.scoring import questions
+from flashmoa_sglang.http.scoring.questions import RerankBody, ScoreBody
 from flashmoa_sglang.http.scoring.routes import check_size
 from flashmoa_sglang.http.streams import Limits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from tests.unit.plugin.http.tokens.test_token_buffer import (
-    byte_level_with_pattern,
-    sentencepiece_like,
-)
+from tests.unit.plugin.http.tokens import families
 
 RERANKER = 'The answer can only be "yes" or "no". {{ messages[0].content }}'
 BODY: dict[str, Any] = {"query": "q", "documents": ["one", "two"]}
 
 
+def reranked(template: str, **fields: Any) -> Any:
+    """Return the question of a list of two documents."""
+    body = RerankBody(**{**BODY, **fields})
+    return questions.rerank_question(body, questions.document_texts(body), template)
+
+
 def test_a_rerankers_template_gets_two_messages() -> None:
-    body = RerankBody(**BODY, instruct="Find trips.")
-    question = rerank_question(body, document_texts(body), RERANKER)
+    question = reranked(RERANKER, instruct="Find trips.")
     assert question.answers == ["yes", "no"]
     messages = question.prompts[1].messages
     assert messages == [{"role": "user", "content": "q"}, {"role": "user", "content": "two"}]
@@ -45,44 +36,37 @@ def test_a_rerankers_template_gets_two_messages() -> None:
 
 def test_models_think_only_if_the_client_says_so() -> None:
     for kwargs, expected in [(None, False), ({"enable_thinking": True}, True)]:
-        body = RerankBody(**BODY, chat_template_kwargs=kwargs)
-        question = rerank_question(body, document_texts(body), "{{ messages }}")
+        question = reranked("{{ messages }}", chat_template_kwargs=kwargs)
         assert question.prompts[0].chat_template_kwargs == {"enable_thinking": expected}
         assert question.answers == ["Yes", "No"]
 
 
 def test_model_without_a_chat_template_continues_a_text() -> None:
-    body = ClassifyBody(input="Cold tea.", labels=["praise", "complaint"])
-    question = classify_question(body, "")
+    body = questions.ClassifyBody(input="Cold tea.", labels=["praise", "complaint"])
+    question = questions.classify_question(body, "")
     text = question.prompts[0].text
     assert text is not None and text.endswith("Answer with the letter of one label.\nAnswer:")
     assert question.answers == [" A", " B"]
 
 
 def test_query_may_be_an_object_with_a_text() -> None:
-    body = RerankBody(**{**BODY, "query": {"text": "lakes"}})
-    text = rerank_question(body, document_texts(body), "").prompts[0].text
-    assert text is not None and "Query: lakes\n" in text
+    assert "Query: lakes\n" in reranked("", query={"text": "lakes"}).prompts[0].text
     for query in ("  ", {"text": " "}, {"title": "lakes"}):
         with pytest.raises(MalformedRequest, match="query"):
-            rerank_question(RerankBody(**{**BODY, "query": query}), ["one"], "")
+            reranked("", query=query)
 
 
 def test_prompts_begin_with_their_common_part() -> None:
-    body = RerankBody(**BODY)
-    first, second = (
-        prompt.text for prompt in rerank_question(body, document_texts(body), "").prompts
-    )
-    assert first is not None and second is not None
+    first, second = (prompt.text for prompt in reranked("").prompts)
     assert first.index("one") == second.index("two")
     assert first[: first.index("one")] == second[: second.index("two")]
 
 
 def test_a_query_is_a_prompt_and_items_may_be_first() -> None:
     alone = ScoreBody(query="One", candidates=[" two"])
-    assert [prompt.text for prompt in score_question(alone).prompts] == ["One"]
+    assert [prompt.text for prompt in questions.score_question(alone).prompts] == ["One"]
     ids = ScoreBody(query=[1, 2], items=[[3], [4]], label_token_ids=[5], item_first=True)
-    question = score_question(ids)
+    question = questions.score_question(ids)
     assert [prompt.input_ids for prompt in question.prompts] == [[3, 1, 2], [4, 1, 2]]
     assert question.answers == [[5]] and question.may_repeat
 
@@ -96,41 +80,45 @@ def test_item_continues_the_users_last_message_or_is_one() -> None:
     ]:
         messages = [{"role": "user", "content": content}]
         body = ScoreBody(messages=messages, items=[" there"], candidates=["x"])
-        assert score_question(body).prompts[0].messages == [{"role": "user", "content": expected}]
+        assert questions.score_question(body).prompts[0].messages == [
+            {"role": "user", "content": expected}
+        ]
     model = {"role": "assistant", "content": "Hello."}
     body = ScoreBody(messages=[model], items=["Go"], candidates=["x"])
     added = {"role": "user", "content": "Go"}
-    assert score_question(body).prompts[0].messages == [model, added]
+    assert questions.score_question(body).prompts[0].messages == [model, added]
 
 
 def test_a_document_is_a_text_or_has_one() -> None:
     documents: list[Any] = [{"text": "T", "title": "A"}, "plain"]
-    assert document_texts(RerankBody(query="q", documents=documents)) == ["T", "plain"]
+    assert questions.document_texts(RerankBody(query="q", documents=documents)) == ["T", "plain"]
     with pytest.raises(MalformedRequest, match=r"documents\[1\] has no text"):
-        document_texts(RerankBody(query="q", documents=["a", {"title": "A"}]))
+        questions.document_texts(RerankBody(query="q", documents=["a", {"title": "A"}]))
 
 
-@pytest.mark.parametrize(
-    ("fields", "best"),
-    [({"top_n": 2}, 2), ({"top_k": 2}, 2), ({"top_n": 0}, None), ({"top_n": 0, "top_k": 2}, 2)],
-)
-def test_top_k_is_another_name_of_top_n_and_0_asks_for_all(
-    fields: dict[str, int], best: int | None
-) -> None:
-    assert RerankBody(query="q", documents=["a"], **fields).best == best  # type: ignore[arg-type]
+def test_top_k_is_another_name_of_top_n() -> None:
+    """And 0 asks for all."""
+    for top_n, top_k, best in (
+        (2, None, 2),
+        (None, 2, 2),
+        (0, None, None),
+        (0, 2, 2),
+        (None, 0, None),
+    ):
+        assert RerankBody(**BODY, top_n=top_n, top_k=top_k).best == best
 
 
 def test_candidates_that_are_the_same_tokens_are_refused() -> None:
-    refuse_duplicates(["a", "b"], [[1], [2]])
+    questions.refuse_duplicates(["a", "b"], [[1], [2]])
     with pytest.raises(CandidateRefused, match=r"among \['a', \[1\]\]"):
-        refuse_duplicates(["a", [1], "b"], [[1], [1], [2]])
+        questions.refuse_duplicates(["a", [1], "b"], [[1], [1], [2]])
 
 
 @pytest.mark.parametrize("picture", ["<|vision_start|>{{ query }}", "<|image_pad|>"])
 def test_vision_rerankers_are_left_to_sglang(picture: str) -> None:
     with pytest.raises(MalformedRequest, match="--flashmoa-scoring off"):
-        rerank_question(RerankBody(**BODY), ["one"], RERANKER + picture)
-    assert rerank_question(RerankBody(**BODY), ["one"], "{{ messages }}" + picture).prompts
+        reranked(RERANKER + picture)
+    assert reranked("{{ messages }}" + picture).prompts
 
 
 @pytest.mark.parametrize(
@@ -158,19 +146,9 @@ def test_fields_of_sglangs_route_are_refused(fields: dict[str, Any], refused: bo
     ("entries", "shared", "answers", "problem"),
     [
         (11, ["q"], 2, "items has 11 entries; this server takes at most 10. Send several"),
-        (
-            10,
-            ["q"],
-            11,
-            "10 items with 11 candidates each are 110 scores; this server takes at most",
-        ),
+        (10, ["q"], 11, "10 items with 11 candidates each are 110 scores; this server takes at"),
         (10, ["q" * 101], 2, "would be 1,010 characters in their prompts together"),
-        (
-            5,
-            [[{"role": "user", "content": "q" * 200}], None],
-            2,
-            "What all 5 items share would be 1,1",
-        ),
+        (5, [[{"role": "user", "content": "q" * 200}], None], 2, "What all 5 items share would"),
     ],
 )
 def test_lists_that_take_too_much_memory_are_refused(
@@ -205,22 +183,18 @@ class CountingTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def after(self) -> CandidateTokenizer:
-        return CandidateTokenizer(lambda: self)  # type: ignore[arg-type, return-value]
+    def after(self) -> questions.CandidateTokenizer:
+        return questions.CandidateTokenizer(lambda: self)  # type: ignore[arg-type, return-value]
 
 
-def real(model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(model)
+MAKERS = {
+    "served": families.served, "llama 3": families.with_pattern, "llama 2": families.sentencepiece,
+}  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module",
-    params=[real, lambda _: byte_level_with_pattern(), lambda _: sentencepiece_like()],
-    ids=["served", "llama 3", "llama 2"],
-)
-def tokenizer(request: pytest.FixtureRequest, model: Path) -> CountingTokenizer:
-    make: Callable[[Path], Any] = request.param
-    return CountingTokenizer(make(model))
+@pytest.fixture(scope="module", params=MAKERS.values(), ids=MAKERS)
+def tokenizer(request: pytest.FixtureRequest) -> CountingTokenizer:
+    return CountingTokenizer(request.param())
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

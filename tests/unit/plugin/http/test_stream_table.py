@@ -1,4 +1,4 @@
-"""Prompt streams in the HTTP process: the table, what it hands over, paces and ranks."""
+"""Prompt streams in the HTTP process: their table, handover, paces and ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,13 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
-from flashmoa_sglang.http import bodies, handover
+from flashmoa_sglang.http import bodies, errors, handover
 from flashmoa_sglang.http.engine import Engine
-from flashmoa_sglang.http.errors import (
-    EngineBusy,
-    EngineDraining,
-    EngineFailed,
-    MalformedRequest,
-    PromptTooLarge,
-    StreamOutOfOrder,
-)
+from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge
 from flashmoa_sglang.http.hearing.following import Follower
 from flashmoa_sglang.http.stream import CallText, PromptStream, Terms
 from flashmoa_sglang.http.streams import Pace, StreamTable, choose_rank
-from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer, TokenBuffer
+from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress
 from flashmoa_sglang.sglang.hooks import unload_adapter
 from flashmoa_sglang.sglang.releases import RELEASE, Release
@@ -34,27 +27,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from tests.unit.plugin.http.fake_engine import FakeEngine, open_stream
-from tests.unit.plugin.http.tokens.test_token_buffer import grouping_digits_from_the_right
+from tests.unit.plugin.http.fakes import FakeEngine, open_stream
+from tests.unit.plugin.http.tokens.families import canonical
 
 
 def encode(text: str) -> list[int]:
-    return CanonicalTokenizer(grouping_digits_from_the_right()).encode(text)
+    return canonical("digits from the right").encode(text)
 
 
 def text_stream(table: StreamTable) -> PromptStream:
-    """Open a stream of text, whose last tokens later digits change."""
-    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
-    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
+    """Open a stream of text. Later digits change its last tokens."""
+    buffer = TokenBuffer(canonical("digits from the right"), add_special_tokens=False)
+    stream = PromptStream(60.0, buffer)
     table.open(stream)
     return stream
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until something is true."""
+    """Wait until a condition holds."""
     with anyio.fail_after(5):
         while not condition():  # noqa: ASYNC110 - there is no event for it
             await anyio.sleep(0.005)
+
+
+def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.levelname for record in caplog.records]
 
 
 async def test_a_stream_is_opened_and_released_once(engine: FakeEngine, table: StreamTable) -> None:
@@ -68,8 +65,7 @@ async def test_a_stream_is_opened_and_released_once(engine: FakeEngine, table: S
 
 async def test_a_stream_expires_while_another_opens(engine: FakeEngine, table: StreamTable) -> None:
     engine.opens.clear()
-    busy = open_stream(table)
-    silent = open_stream(table, ttl=0.05, tokens=1)
+    busy, silent = open_stream(table), open_stream(table, ttl=0.05, ids=[0])
     await until(lambda: silent.closed == "expired")
     assert busy.closed is None and engine.released == [silent.id]
     engine.opens.set()
@@ -90,7 +86,7 @@ async def test_draining_ends_unused_streams(engine: FakeEngine, table: StreamTab
     engine.draining = True
     await until(lambda: idle.closed == "drained")
     assert used.closed is None and engine.released == [idle.id]
-    with pytest.raises(EngineDraining):
+    with pytest.raises(errors.EngineDraining):
         open_stream(table)
 
 
@@ -98,45 +94,46 @@ async def test_no_stream_is_open_during_a_change(engine: FakeEngine, table: Stre
     stream = open_stream(table)
     async with table.closing():
         assert stream.closed == "drained" and engine.released == [stream.id]
-        # A report comes after what the scheduler had begun.
+        # The scheduler answers a report after its current work.
         assert engine.reports
-        with pytest.raises(EngineDraining, match="being changed"):
+        with pytest.raises(errors.EngineDraining, match="being changed"):
             open_stream(table)
     later = open_stream(table)
     await until(lambda: engine.tokens_of(later.id))
 
 
 async def test_unloading_an_adapter_ends_streams(engine: FakeEngine, table: StreamTable) -> None:
-    streams = {name: open_stream(table, adapter=name) for name in (None, "a", "b")}
-    manager = SimpleNamespace(flashmoa_table=table)
+    def opened(adapter: str | None) -> PromptStream:
+        return open_stream(table, terms=Terms(lora_path=adapter))
+
+    streams = {name: opened(name) for name in (None, "a", "b")}
 
     async def unload(_manager: object, obj: Any) -> str:
         assert engine.released == [streams["a"].id] and engine.reports
-        with pytest.raises(EngineDraining, match="being changed"):
-            open_stream(table, adapter="a")
+        with pytest.raises(errors.EngineDraining, match="being changed"):
+            opened("a")
         # SGLang unloads one adapter to load another for a stream that is being opened.
-        streams["c"] = open_stream(table, adapter="c")
+        streams["c"] = opened("c")
         return obj.lora_name
 
-    unloaded = SimpleNamespace(lora_name="a")
+    manager, unloaded = SimpleNamespace(flashmoa_table=table), SimpleNamespace(lora_name="a")
     assert await unload_adapter(unload, manager, unloaded) == "a"
     assert {name for name, stream in streams.items() if stream.closed} == {"a"}
-    open_stream(table, adapter="a")
+    opened("a")
 
 
 async def test_a_stream_that_cannot_open_stays_valid(
     engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.refusal = EngineFailed("SGLang has aborted the prefill: no such adapter.")
+    engine.refusal = errors.EngineFailed("SGLang has aborted the prefill: no such adapter.")
     stream = open_stream(table)
     await until(lambda: stream.failure)
-    assert "no such adapter" in (stream.failure or "")
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no such adapter" in (stream.failure or "") and levels(caplog) == ["WARNING"]
     assert stream.closed is None and table.find(stream.id) == (stream, "open")
     before = engine.tokens_of(stream.id)
     await table.append(stream, 0, [7] * 50, end=True)
     engine.refusal = None
-    # Others are prefilled, and this one is not handed over any more.
+    # Other streams are prefilled. This one is not handed over any more.
     other = open_stream(table)
     await until(lambda: engine.tokens_of(other.id))
     assert engine.tokens_of(stream.id) == before
@@ -146,14 +143,14 @@ async def test_a_refusal_after_the_end_is_no_warning(
     engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.opens.clear()
-    engine.refusal = EngineFailed("refused")
+    engine.refusal = errors.EngineFailed("refused")
     stream = open_stream(table)
     await until(lambda: engine.opened)
     table.close(stream, "deleted")
     before = asyncio.all_tasks()
     engine.opens.set()
     await until(lambda: len(asyncio.all_tasks()) < len(before))
-    assert stream.failure is None and caplog.records == []
+    assert stream.failure is None and levels(caplog) == []
 
 
 async def test_a_bug_is_logged_once(
@@ -164,18 +161,16 @@ async def test_a_bug_is_logged_once(
 ) -> None:
     monkeypatch.setattr("flashmoa_sglang.http.streams._CHECK_SECONDS", 0.01)
     engine.mistake = ZeroDivisionError("a mistake of ours")
-    first = open_stream(table)
-    await until(lambda: first.failure)
-    again = open_stream(table)
-    await until(lambda: again.failure)
-    assert "a mistake of ours" in (first.failure or "")
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    for _ in range(2):
+        failed = open_stream(table)
+        await until(lambda: failed.failure)  # noqa: B023
+    assert "a mistake of ours" in (failed.failure or "") and levels(caplog) == ["ERROR"]
     engine.mistake = None
     # The stream that failed is not prefilled any more, but valid. The next one is prefilled.
-    assert not first.may_grow() and first.closed is None
+    assert not failed.may_grow() and failed.closed is None
     second = open_stream(table)
     await until(lambda: engine.tokens_of(second.id) == [*range(100)])
-    assert engine.tokens_of(first.id) == []
+    assert engine.tokens_of(failed.id) == []
 
 
 async def test_tasks_end_with_the_last_stream(table: StreamTable) -> None:
@@ -187,19 +182,17 @@ async def test_tasks_end_with_the_last_stream(table: StreamTable) -> None:
         await until(lambda: not asyncio.all_tasks() - before)
 
 
-class Manager(SimpleNamespace):
-    """The parts of a ``TokenizerManager`` that choosing a rank and counting room need."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(
-            _result_dispatcher=SimpleNamespace(_mapping={}),
-            tokenizer=None,
-            model_config=SimpleNamespace(context_len=1000),
-            num_reserved_tokens=0,
-            max_req_input_len=None,
-            server_args=SimpleNamespace(dp_size=1),
-        )
-        self.__dict__.update(fields)
+def manager(**fields: Any) -> Any:
+    """Make the parts of a ``TokenizerManager`` that choosing a rank and counting room need."""
+    usual: dict[str, Any] = {
+        "_result_dispatcher": SimpleNamespace(_mapping={}),
+        "tokenizer": None,
+        "model_config": SimpleNamespace(context_len=1000),
+        "num_reserved_tokens": 0,
+        "max_req_input_len": None,
+        "server_args": SimpleNamespace(dp_size=1),
+    }
+    return SimpleNamespace(**usual | fields)
 
 
 @pytest.mark.parametrize(
@@ -220,27 +213,26 @@ def test_an_adapter_is_named_in_either_field(
 
 
 async def test_arguments_are_resolved_by_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    # SGLang 0.5.12 has none of these.
+    # SGLang 0.5.12 has no overrides.
     pytest.importorskip("sglang.srt.arg_groups.overrides")
     monkeypatch.setattr(RELEASE, "resolve_arguments", Release().resolve_arguments)
     overrides = [("memory", {"chunked_prefill_size": 64})]
     given = {"chunked_prefill_size": None, "max_prefill_tokens": 16384}
     arguments = SimpleNamespace(**given, _resolved_overrides=overrides)
-    engine = Engine(Manager(server_args=arguments))
-    assert engine.max_unchunked_prompt == 64
+    assert Engine(manager(server_args=arguments)).max_unchunked_prompt == 64
 
 
 @pytest.mark.parametrize(
-    "raised", [None, EngineFailed("SGLang stops"), EngineBusy("SGLang cannot take this: full")]
+    "raised",
+    [None, errors.EngineFailed("SGLang stops"), errors.EngineBusy("SGLang cannot take this: full")],
 )
 async def test_a_scheduler_confirms_an_open_stream(raised: Exception | None) -> None:
-    engine = Engine(Manager())
-    marks: list[RequestMark] = []
+    engine, marks = Engine(manager()), list[RequestMark]()
 
     async def generate(_tokens: object, mark: RequestMark, **_: object) -> None:
         marks.append(mark)
         # SGLang raises this when a scheduler ends a request.
-        raise raised or EngineBusy(f"SGLang cannot take this: {STREAM_OPENED}")
+        raise raised or errors.EngineBusy(f"SGLang cannot take this: {STREAM_OPENED}")
 
     engine.generate = generate  # type: ignore[assignment]
     if raised is None:
@@ -255,8 +247,8 @@ async def test_a_scheduler_confirms_an_open_stream(raised: Exception | None) -> 
     ("reserved", "scheduler", "most"), [(0, None, 999), (7, None, 992), (0, 95, 94), (0, 5000, 999)]
 )
 async def test_longest_prompt_is_sglangs(reserved: int, scheduler: int | None, most: int) -> None:
-    manager = Manager(num_reserved_tokens=reserved, max_req_input_len=scheduler)
-    assert Engine(manager).max_prompt_tokens == most
+    limits = {"num_reserved_tokens": reserved, "max_req_input_len": scheduler}
+    assert Engine(manager(**limits)).max_prompt_tokens == most
 
 
 @pytest.mark.parametrize(
@@ -274,7 +266,8 @@ async def test_a_named_rank_must_exist(engine: FakeEngine, table: StreamTable, v
         table.named_rank(request)
 
 
-# Appends: the stream, how many tokens, whether more come, and how far other tasks go on after it.
+# Appends: the stream, the number of tokens, whether the stream goes on, and the number of steps of
+# other tasks before the next append.
 APPENDS = st.lists(
     st.tuples(
         st.integers(0, 2), st.integers(0, 30), st.integers(0, 7).map(bool), st.integers(0, 8)
@@ -283,8 +276,8 @@ APPENDS = st.lists(
 )
 
 
-async def handed_over(engine: FakeEngine, streams: Sequence[PromptStream]) -> None:
-    """Wait until the schedulers have been told all about these streams."""
+async def handed_over(engine: FakeEngine, *streams: PromptStream) -> None:
+    """Wait until the schedulers know all about these streams."""
     await until(
         lambda: all(
             stream.known_tokens() <= len(engine.tokens_of(stream.id))
@@ -294,11 +287,9 @@ async def handed_over(engine: FakeEngine, streams: Sequence[PromptStream]) -> No
     )
 
 
-@given(appends=APPENDS)
 @settings(max_examples=40)
-def test_each_token_is_sent_once(
-    appends: list[tuple[int, int, bool, int]],
-) -> None:
+@given(appends=APPENDS)
+def test_each_token_is_sent_once(appends: list[tuple[int, int, bool, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # So that the handover is in between more often.
         patch.setattr(handover, "_GATHER_SECONDS", 0)
@@ -308,7 +299,7 @@ def test_each_token_is_sent_once(
 async def append_all(appends: list[tuple[int, int, bool, int]]) -> None:
     engine: Any = FakeEngine()
     table = StreamTable(engine)
-    streams = [open_stream(table, tokens=size) for size in (0, 5, 20)]
+    streams = [open_stream(table, ids=range(size)) for size in (0, 5, 20)]
     for position, (number, tokens, goes_on, others) in enumerate(appends):
         stream = streams[number]
         if stream.ended_at is None:
@@ -316,7 +307,7 @@ async def append_all(appends: list[tuple[int, int, bool, int]]) -> None:
             await table.append(stream, stream.next_seq, piece, end=not goes_on)
         for _ in range(others):
             await anyio.lowlevel.checkpoint()
-    await handed_over(engine, streams)
+    await handed_over(engine, *streams)
     for stream in streams:
         table.close(stream, "deleted")
         assert engine.tokens_of(stream.id) == [*stream.ids]
@@ -329,7 +320,7 @@ async def append_all(appends: list[tuple[int, int, bool, int]]) -> None:
 
 
 def dict_of(tokens: Sequence[tuple[str, bytes, bool]]) -> dict[str, bool]:
-    """Return the streams of a message, and which of them grow."""
+    """Return the streams of a message, and whether each grows."""
     assert len({id_ for id_, _, _ in tokens}) == len(tokens)
     return {id_: grows for id_, _, grows in tokens}
 
@@ -351,13 +342,13 @@ def dict_of(tokens: Sequence[tuple[str, bytes, bool]]) -> dict[str, bool]:
 async def test_the_last_append_may_be_repeated(
     table: StreamTable, first: tuple[Any, ...], again: tuple[Any, ...], is_same: bool
 ) -> None:
-    stream = text_stream(table) if isinstance(first[0], str) else open_stream(table, tokens=0)
+    stream = text_stream(table) if isinstance(first[0], str) else open_stream(table, ids=[])
     await table.append(stream, 0, *first)
     state = stream.state()
     if is_same:
         await table.append(stream, 0, *again)
     else:
-        with pytest.raises(StreamOutOfOrder, match="as append 1") as refused:
+        with pytest.raises(errors.StreamOutOfOrder, match="as append 1") as refused:
             await table.append(stream, 0, *again)
         assert refused.value.details == {"expected_seq": 1}
     assert stream.state() == state
@@ -367,7 +358,7 @@ async def test_changed_tokens_are_sent_again(engine: FakeEngine, table: StreamTa
     stream = text_stream(table)
     for number in range(8):
         await table.append(stream, number, "1234567890123", end=number == 7)
-        await handed_over(engine, [stream])
+        await handed_over(engine, stream)
     assert any(message.kept for message in engine.handed)
     assert engine.tokens_of(stream.id) == encode("1234567890123" * 8)
     assert table.streamed.ahead < table.streamed.total == len(engine.tokens_of(stream.id))
@@ -383,7 +374,7 @@ async def test_refused_replacements_do_nothing(engine: FakeEngine, table: Stream
         await table.append(stream, 1, "7", end=False, start=91)
     assert list(stream.known()) == known and stream.next_seq == 1
     await table.append(stream, 1, "", end=True, start=3)
-    await handed_over(engine, [stream])
+    await handed_over(engine, stream)
     assert engine.tokens_of(stream.id) == encode("123")
 
 
@@ -422,7 +413,7 @@ async def test_following_waits_for_the_request(engine: FakeEngine, table: Stream
         await table.append(stream, 1, "7 " * 30, end=False, start=0)
     follower.note("4 ")
     await until(lambda: text() == "one two three 4 ")
-    # Text for which there is no room ends it.
+    # Text that does not fit ends it.
     follower.note("7 " * 30)
     follower.note("8 ")
     await until(lambda: follower._task is None)
@@ -434,25 +425,25 @@ async def test_following_waits_for_the_request(engine: FakeEngine, table: Stream
 
 
 async def test_a_stream_grows_with_its_appends(engine: FakeEngine, table: StreamTable) -> None:
-    streams = [open_stream(table, tokens=10) for _ in range(5)]
-    await handed_over(engine, streams)
+    streams = [open_stream(table, ids=range(10)) for _ in range(5)]
+    await handed_over(engine, *streams)
     assert len(engine.handed) == 1  # They share a message.
     await table.append(streams[0], 0, [1], end=False)
-    await handed_over(engine, streams)
+    await handed_over(engine, *streams)
     assert [dict_of(one.tokens)[streams[0].id] for one in engine.handed] == [False, True]
 
 
 async def test_no_end_is_sent_before_a_request(engine: FakeEngine, table: StreamTable) -> None:
-    used, other = [open_stream(table, tokens=10) for _ in range(2)]
+    used, other = [open_stream(table, ids=range(10)) for _ in range(2)]
     await table.append(used, 0, [1], end=True)
     await table.append(other, 0, [1], end=True)
     table.claim(used)
-    await handed_over(engine, [other])
+    await handed_over(engine, other)
     assert not used.end_sent
     assert [id_ for message in engine.handed for id_ in message.ended] == [other.id]
     # The request was refused, so the stream goes on.
     table.unclaim(used)
-    await handed_over(engine, [used])
+    await handed_over(engine, used)
     assert engine.tokens_of(used.id) == [*used.ids]
     assert [id_ for message in engine.handed for id_ in message.unclaimed] == [used.id]
 
@@ -471,25 +462,25 @@ async def test_a_pinned_prompt_is_sent_with_its_end(
 async def test_unopened_streams_delay_no_others(engine: FakeEngine, table: StreamTable) -> None:
     """A scheduler in a long forward answers nothing, and the rank beside it may be idle."""
     engine.opens.clear()
-    first = open_stream(table, tokens=10)
-    await handed_over(engine, [first])
+    first = open_stream(table, ids=range(10))
+    await handed_over(engine, first)
     table.close(first, "deleted")
     await until(lambda: engine.cancelled == [first.id])
-    second = open_stream(table, tokens=10)
-    await handed_over(engine, [second])
+    second = open_stream(table, ids=range(10))
+    await handed_over(engine, second)
     assert engine.tokens_of(second.id) == [*second.ids]
 
 
 async def test_progress_is_noted_in_states(engine: FakeEngine, table: StreamTable) -> None:
-    first, second = open_stream(table), open_stream(table, tokens=50)
-    await handed_over(engine, [first, second])
+    first, second = open_stream(table), open_stream(table, ids=range(50))
+    await handed_over(engine, first, second)
     assert first.state()["prefilling"]
     increments = ((first.id, 64, 64, 0.5), ("unknown", 9, 9, 0.1), (second.id, 40, 0, 0.0))
     engine.reports_progress(StreamProgress(increments, ((second.id, True),)))
     assert second.state()["waits_for_room"] and not first.state()["waits_for_room"]
     engine.reports_progress(StreamProgress(((first.id, 100, 30, 0.25),)))
     assert second.state()["waits_for_room"]
-    # What other requests have computed is no increment.
+    # Tokens that other requests have computed are no increment.
     assert (second.prefilled, second.computed, second.increments) == (40, 0, 0)
     assert (first.prefilled, first.computed, first.increments) == (100, 94, 2)
     assert [span.tokens for span in first.spans] == [64, 30] and not second.spans
@@ -536,7 +527,7 @@ IDS = array("q", range(100))
 @pytest.mark.parametrize(
     ("ranks", "streams", "beginning", "chosen"),
     [
-        # Siblings share a rank, and those with the longest common prefix decide.
+        # Siblings share a rank. The sibling with the longest common prefix decides.
         (3, [(0, "Something else, of some length, so that it could be a sibling. " * 2),
              (2, GUIDE + "a")], GUIDE + "b", 2),
         (3, [(0, GUIDE + "aaa"), (1, GUIDE + "aab"), (2, GUIDE)], GUIDE + "aabc", 1),

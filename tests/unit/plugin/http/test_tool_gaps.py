@@ -18,7 +18,7 @@ from flashmoa_sglang.messages import RequestMark
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.http.fake_engine import generation
+from tests.unit.plugin.http.fakes import generation
 
 Body = dict[str, Any]
 # A request that names no stream has one, too, if it is known by its prompt.
@@ -48,6 +48,10 @@ async def outputs(*answers: Any) -> AsyncGenerator[Any]:
         yield answer
 
 
+async def taken(outputs: AsyncGenerator[Any]) -> list[Any]:
+    return [output async for output in outputs]
+
+
 @pytest.mark.parametrize(
     ("chat_", "fields"),
     [
@@ -74,40 +78,35 @@ async def test_an_unknown_next_prompt_is_not_pinned(
 
     fields = {**FIELDS, **fields}
     watched = gaps.watch(generation([1, 2], **fields), answer())
-    assert len([output async for output in watched]) == 3 and not gaps._tasks
-    # Room is kept in the scheduler for the agents of streams' requests until it knows this.
+    assert len(await taken(watched)) == 3 and not gaps._tasks
+    # Until this message, the scheduler keeps room for the agents of streams' requests.
     assert engine.released == ["one", "two"]
     rendering.served.set(None)
     others = gaps.watch(generation([1, 2], **{**fields, "sampling_params": None}), answer())
-    assert len([output async for output in others]) == 3 and len(engine.released) == 2
+    assert len(await taken(others)) == 3 and len(engine.released) == 2
 
 
-@pytest.mark.parametrize(
-    ("late", "pinned"),
-    [
-        ({}, False),
-        ({"extra_key": "other"}, True),
-        ({"input_ids": [1, 2, 3, 9]}, True),
-        (None, True),
-    ],
-    ids=["its own", "of another namespace", "another agent's", "none"],
-)
+# Another request while the next prompt is rendered, if any.
+LATE = {
+    "its own": {},
+    "of another namespace": {"extra_key": "other"},
+    "another agent's": {"input_ids": [1, 2, 3, 9]},
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
 async def test_no_prompt_is_pinned_too_late(
-    gaps: tool_gaps.ToolGaps,
-    engine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    late: Body | None,
-    pinned: bool,
+    gaps: tool_gaps.ToolGaps, engine: Any, monkeypatch: pytest.MonkeyPatch, late: Body | None
 ) -> None:
-    rendered = threading.Event()
+    rendered, pinned = threading.Event(), late != {}
 
     def next_prompt(*_: object) -> Any:
         rendered.wait()
         return array("q", [1, 2, 3, 4, 5])
 
     async def serve() -> Any:
-        async for _ in gaps.watch(generation([1, 2, 3], **FIELDS), outputs(STOPPED)):
-            pass
+        return await taken(gaps.watch(generation([1, 2, 3], **FIELDS), outputs(STOPPED)))
 
     monkeypatch.setattr(gaps, "_next_prompt", next_prompt)
     try:
@@ -129,7 +128,7 @@ def chunk(finish: str | None = None, **delta: Any) -> str:
     return f"data: {json.dumps({'choices': [choice]}, separators=(',', ':'))}\n\n"
 
 
-async def serve(gaps: tool_gaps.ToolGaps, *events: str) -> AsyncGenerator[str]:
+async def served(gaps: tool_gaps.ToolGaps, *events: str) -> AsyncGenerator[str]:
     """Stream events as SGLang does: the last ones come once the model has ended."""
     running = {"meta_info": {"id": "one", "finish_reason": None}}
     async for output in gaps.watch(generation([1, 2, 3], **FIELDS), outputs(running, STOPPED)):
@@ -141,7 +140,7 @@ async def serve(gaps: tool_gaps.ToolGaps, *events: str) -> AsyncGenerator[str]:
 
 async def follow(gaps: tool_gaps.ToolGaps, *events: str) -> AsyncGenerator[str]:
     async def create() -> Any:
-        return serve(gaps, *events)
+        return served(gaps, *events)
 
     return await gaps.follow(CHAT, create())
 
@@ -159,8 +158,8 @@ async def test_a_streamed_answer_is_read_as_it_was_sent(
         read.extend(parts())
 
     monkeypatch.setattr(gaps, "_next_prompt", next_prompt)
-    events = [event async for event in await follow(gaps, chunk(content="I look.\n"), *CALLED)]
-    assert events == [chunk(role="assistant", content=""), chunk(content="I look.\n"), *CALLED]
+    sent = (chunk(content="I look.\n"), *CALLED)
+    assert await taken(await follow(gaps, *sent)) == [chunk(role="assistant", content=""), *sent]
     for task in list(gaps._tasks):
         await task
     assert read == [{"role": "assistant", "content": "I look.\n", "tool_calls": [CALL]}]
@@ -199,7 +198,7 @@ async def test_background_answers_keep_no_room(gaps: tool_gaps.ToolGaps, engine:
         return SimpleNamespace(status="queued", output=[])
 
     await gaps.follow(RESPONSES, create())
-    assert [output async for output in watched[0]] == [STOPPED]
+    assert await taken(watched[0]) == [STOPPED]
     assert engine.released == ["one"] and not gaps._tasks
 
 
@@ -236,17 +235,11 @@ def test_chunks_add_up_to_the_message(
     assert [call["id"] for call in message["tool_calls"]] == [f"c{n}" for n in range(len(calls))]
 
 
+INPUTS = st.dictionaries(TEXTS, st.integers(), max_size=2)
 BLOCKS = st.one_of(
-    st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}),
-    st.fixed_dictionaries({"type": st.just("thinking"), "thinking": TEXTS}),
-    st.fixed_dictionaries(
-        {
-            "type": st.just("tool_use"),
-            "id": st.just("c"),
-            "name": st.just("f"),
-            "input": st.dictionaries(TEXTS, st.integers(), max_size=2),
-        }
-    ),
+    st.builds(lambda text: {"type": "text", "text": text}, TEXTS),
+    st.builds(lambda text: {"type": "thinking", "thinking": text}, TEXTS),
+    st.builds(lambda given: {"type": "tool_use", "id": "c", "name": "f", "input": given}, INPUTS),
 )
 
 

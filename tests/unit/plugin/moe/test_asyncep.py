@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
-from tests.unit.plugin.moe.fake_gpu import ExpertLayer
+from tests.unit.plugin.moe.fakes import ExpertLayer
 
 EXPERTS = 4
 
@@ -40,8 +40,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@given(named_tensors())
-def test_packed_tensors_stay_the_same(tensors: dict[str, torch.Tensor]) -> None:
+def check_packing(tensors: dict[str, torch.Tensor]) -> None:
     packing = Packing.of(tensors)
     memory = torch.zeros(packing.bytes + 64, dtype=torch.uint8)
     packing.fill(memory, tensors)
@@ -49,27 +48,26 @@ def test_packed_tensors_stay_the_same(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         assert torch.equal(views[name], tensor)
         assert views[name].dtype == tensor.dtype
-        # Kernels are chosen for the strides that the tensors had at first.
+        # Kernels are chosen for the first strides of the tensors.
         assert views[name].stride() == tensor.stride()
+
+
+@given(named_tensors())
+def test_packed_tensors_stay_the_same(tensors: dict[str, torch.Tensor]) -> None:
+    check_packing(tensors)
 
 
 def test_padded_scales_stay_padded() -> None:
     # DeepGEMM packs UE8M0 scales column by column, with each column padded to 16 bytes.
     scales = torch.arange(EXPERTS * 2 * 8, dtype=torch.int32)
     padded = scales.as_strided((EXPERTS, 6, 2), (16, 1, 8))
-    packing = Packing.of({"scales": padded, "next": torch.ones(EXPERTS)})
-    memory = torch.zeros(packing.bytes, dtype=torch.uint8)
-    packing.fill(memory, {"scales": padded, "next": torch.ones(EXPERTS)})
-    views = packing.views(memory)
-    assert torch.equal(views["scales"], padded) and views["scales"].stride() == (16, 1, 8)
-    assert torch.equal(views["next"], torch.ones(EXPERTS))
+    check_packing({"scales": padded, "next": torch.ones(EXPERTS)})
 
 
 def test_a_tensor_with_shared_elements_is_refused() -> None:
-    with pytest.raises(ValueError, match="w13 has elements twice"):
-        Packing.of({"w13": torch.zeros(1, 6).expand(4, 6)})
-    with pytest.raises(ValueError, match="w13 has elements twice"):
-        Packing.of({"w13": torch.zeros(9).as_strided((3, 3), (2, 1))})
+    for shared in (torch.zeros(1, 6).expand(4, 6), torch.zeros(9).as_strided((3, 3), (2, 1))):
+        with pytest.raises(ValueError, match="w13 has elements twice"):
+            Packing.of({"w13": shared})
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3))
@@ -100,9 +98,9 @@ def test_layers_may_be_asked_for_in_any_order(layers: int, slots: int, data: st.
 
 
 class Layer(ExpertLayer):
-    """A layer with a number, on which its values depend once it is loaded."""
+    """A layer whose number determines its values once it is loaded."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int = 0) -> None:
         super().__init__(EXPERTS)
         self.not_by_expert = torch.ones(7)
         self.number = number
@@ -111,11 +109,25 @@ class Layer(ExpertLayer):
         self.load([10 * self.number + value for value in range(3)])
 
 
+def blocks(count: int) -> Iterator[Any]:
+    return (torch.nn.Sequential(torch.nn.Identity(), Layer(number)) for number in range(count))
+
+
+def offload(
+    layers: Iterable[Any], slots: int = 2, kind: type = Layer
+) -> tuple[ExpertOffloader, list[Any]]:
+    """Wrap and load layers. Return their offloader, and the layers."""
+    offloader = ExpertOffloader(kind, "compute", slots, store_on_host)
+    wrapped: list[Any] = offloader.wrap_modules(iter(layers))
+    for layer in wrapped:
+        layer.load_number()
+    return offloader, wrapped
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 9])
 def test_every_layer_computes_with_its_own_experts(slots: int) -> None:
     offloader = ExpertOffloader(Layer, "compute", slots, store_on_host)
-    blocks = (torch.nn.Sequential(torch.nn.Identity(), Layer(number)) for number in range(5))
-    layers: list[Any] = [block[1] for block in offloader.wrap_modules(blocks)]
+    layers: list[Any] = [block[1] for block in offloader.wrap_modules(blocks(5))]
     for layer in layers:
         layer.load_number()
     offloader.post_init()
@@ -126,20 +138,14 @@ def test_every_layer_computes_with_its_own_experts(slots: int) -> None:
     memory = offloader.memory()
     assert memory["layers"] == 5 and memory["slots"] == min(slots, 4)
     assert memory["resident"] == layer_bytes
-    assert (
-        layer_bytes * memory["slots"]
-        <= memory["in_slots"]
-        == memory["on_host"] // 4 * memory["slots"]
-    )
+    in_slots = memory["on_host"] // 4 * memory["slots"]
+    assert layer_bytes * memory["slots"] <= memory["in_slots"] == in_slots
     assert (memory["misses"] > 0) == (memory["slots"] < 4)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_forward_is_timed_if_that_was_asked_for(slots: int) -> None:
-    offloader = ExpertOffloader(Layer, "compute", slots, store_on_host)
-    layers: list[Any] = offloader.wrap_modules(Layer(number) for number in range(4))
-    for layer in layers:
-        layer.load_number()
+    offloader, layers = offload(map(Layer, range(4)), slots)
     offloader.post_init()
     for asked in (True, False):
         if asked:
@@ -153,23 +159,25 @@ def test_a_forward_is_timed_if_that_was_asked_for(slots: int) -> None:
             assert times.window > 0 and times.transfer > 0
 
 
+def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
 class OneScale(Layer):
     """A layer with a quantisation that makes one scale for all experts after loading."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.input_scale = torch.nn.Parameter(torch.empty(EXPERTS), requires_grad=False)
+        self.input_scale = parameter(torch.empty(EXPERTS))
 
     def load_number(self) -> None:
         super().load_number()
-        self.input_scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.input_scale = parameter(torch.tensor(0.5))
 
 
 def test_shared_tensors_return_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    offloader = ExpertOffloader(OneScale, "compute", 2, store_on_host)
-    layers: list[Any] = offloader.wrap_modules(OneScale(number) for number in range(3))
-    for layer, taken in zip(layers, offloader._experts, strict=True):
-        layer.load_number()
+    offloader, _ = offload(map(OneScale, range(3)), kind=OneScale)
+    for taken in offloader._experts:
         # No machine lacks this device, although nothing can be computed there.
         taken.device = torch.device("meta")
     bound: dict[str, str] = {}
@@ -188,38 +196,27 @@ class Heavy(Layer):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.w2_weight = torch.nn.Parameter(torch.zeros(EXPERTS, 32, 32), requires_grad=False)
+        self.w2_weight = parameter(torch.zeros(EXPERTS, 32, 32))
 
 
-def quantise(layer: Any) -> None:
-    layer.w2_weight = torch.nn.Parameter(layer.w2_weight.to(torch.int8), requires_grad=False)
+# Each quantisation: the attributes that it sets, whether it keeps the weight, and the outcome.
+QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], bool, bool]] = {
+    "in place": (lambda weight: {"w2_weight": parameter(weight.to(torch.int8))}, True, False),
+    "repacked": (lambda weight: {"w2_packed": parameter(weight[:, :16].byte())}, False, False),
+    "elsewhere": (lambda weight: {"method": SimpleNamespace(weight=weight)}, False, True),
+    "expanded": (lambda _: {"w2_scale": torch.ones(1, 7).expand(EXPERTS, 7)}, True, True),
+}
 
 
-def repack(layer: Any) -> None:
-    four_bits = torch.zeros(EXPERTS, 16, 32, dtype=torch.uint8)
-    layer.w2_packed = torch.nn.Parameter(four_bits, requires_grad=False)
-    del layer.w2_weight
-
-
-def move_elsewhere(layer: Any) -> None:
-    layer.quant_method = SimpleNamespace(w2_weight=layer.w2_weight.data)
-    del layer.w2_weight
-
-
-def add_expanded_scale(layer: Any) -> None:
-    layer.w2_scale = torch.ones(1, 7).expand(EXPERTS, 7)
-
-
-@pytest.mark.parametrize(
-    ("process", "refused"),
-    [(quantise, False), (repack, False), (move_elsewhere, True), (add_expanded_scale, True)],
-)
-def test_unpackable_quantisations_are_refused(
-    process: Callable[[Any], None], refused: bool
-) -> None:
-    offloader = ExpertOffloader(Heavy, "compute", 2, store_on_host)
-    for layer in offloader.wrap_modules(Heavy(number) for number in range(3)):
-        process(layer)
+@pytest.mark.parametrize(("made", "keeps", "refused"), QUANTISATIONS.values(), ids=QUANTISATIONS)
+def test_unpackable_quantisations_are_refused(made: Any, keeps: bool, refused: bool) -> None:
+    offloader, layers = offload(map(Heavy, range(3)), kind=Heavy)
+    for layer in layers:
+        attributes = made(layer.w2_weight.data)
+        if not keeps:
+            del layer.w2_weight
+        for name, value in attributes.items():
+            setattr(layer, name, value)
     if refused:
         with pytest.raises(SystemExit, match="does not go with this model: its quantisation"):
             offloader.post_init()
@@ -252,11 +249,17 @@ def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
 
 
 def test_experts_outside_of_layers_are_refused(offloader: ExpertOffloader) -> None:
-    offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
+    offloader.wrap_modules(blocks(2))
     with pytest.raises(SystemExit, match=r"hands experts of Sequential to no offloader"):
-        torch.nn.Sequential().add_module("experts", Layer(2))
+        torch.nn.Sequential().add_module("experts", Layer())
     # The guard has stopped, so that a process which continues is not disturbed.
-    torch.nn.Sequential().add_module("experts", Layer(2))
+    torch.nn.Sequential().add_module("experts", Layer())
+
+
+def test_later_layers_are_not_checked(offloader: ExpertOffloader) -> None:
+    offloader.wrap_modules(blocks(2))
+    offloader.post_init()
+    torch.nn.Sequential().add_module("experts", Layer())
 
 
 @pytest.mark.parametrize("module", ["inkling_common.moe", "beam"])
@@ -267,12 +270,6 @@ def test_models_that_compute_themselves_are_refused(
     moe_class.__module__ = f"sglang.srt.models.{module}"
     with pytest.raises(SystemExit, match="OwnMoE computes with the tensors of 0 itself"):
         offloader.wrap_modules(moe_class(Layer(number)) for number in range(2))
-
-
-def test_later_layers_are_not_checked(offloader: ExpertOffloader) -> None:
-    offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
-    offloader.post_init()
-    torch.nn.Sequential().add_module("experts", Layer(2))
 
 
 def write_group(root: Path, path: str, limit: str, used: int, cached: int) -> None:
@@ -361,6 +358,7 @@ print(asyncep.RELEASE.graphs_are_off(asyncep.RELEASE.resolve_arguments(given)))
 """
 
 
+@pytest.mark.slow
 def test_sglang_has_no_graphs_then() -> None:
     model = ROOT / "examples/models/qwen3-30b-a3b"
     arguments = f"--model-path {model} --device cuda --skip-tokenizer-init".split()

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from copy import copy
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +18,11 @@ from flashmoa_sglang.moe.asyncep.cuda import CudaDevice
 from flashmoa_sglang.moe.asyncep.experts import store_on_host
 from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader
 
-from tests.unit.plugin.moe.fake_gpu import ExpertLayer
+from tests.unit.plugin.moe.fakes import ExpertLayer
 
 PAGE = 4096
 POSIX_DESCRIPTOR = "posix file descriptor"
-# Maps memory in the place of what was reserved there (mmap(2)).
+# Replaces a reserved mapping (mmap(2)).
 MAP_FIXED = 0x10
 libc_mmap = ctypes.CDLL(None).mmap
 libc_mmap.restype = ctypes.c_void_p
@@ -30,7 +30,7 @@ libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 
 
 class FakeProperties:
-    """An allocation's properties, whose location is valid only as long as they are."""
+    """An allocation's properties. Their location becomes invalid with them."""
 
     def __init__(self) -> None:
         self.location = SimpleNamespace()
@@ -39,12 +39,11 @@ class FakeProperties:
         vars(self.location).clear()
 
 
-class FakeAccess:
-    """A description of an access, which copies the location that it is given."""
+class FakeAccess(SimpleNamespace):
+    """A description of an access. It copies its location."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_location = name == "location"
-        super().__setattr__(name, SimpleNamespace(**vars(value)) if is_location else value)
+        super().__setattr__(name, copy(value) if name == "location" else value)
 
 
 class FakeDriver:
@@ -55,6 +54,7 @@ class FakeDriver:
         refused: names of functions that fail.
     """
 
+    CUmemAllocationProp, CUmemAccessDesc = FakeProperties, FakeAccess
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned")
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE="device")
     CUmemAllocationHandleType = SimpleNamespace(
@@ -73,12 +73,6 @@ class FakeDriver:
         if name.startswith("cuMem") and name in self.refused:
             return lambda *_: (IntEnum("CUresult", {"CUDA_ERROR_OUT_OF_MEMORY": 2})(2),)
         return super().__getattribute__(name)
-
-    def CUmemAllocationProp(self) -> Any:
-        return FakeProperties()
-
-    def CUmemAccessDesc(self) -> Any:
-        return FakeAccess()
 
     def cuMemGetAllocationGranularity(self, properties: Any, flag: int) -> tuple[int, int]:
         assert properties.type == "pinned" and flag == 1
@@ -131,18 +125,14 @@ class FakeDriver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    driver = FakeDriver()
-    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    driver, empty = FakeDriver(), SimpleNamespace()
+    for name, module in (("", empty), (".bindings", empty), (".bindings.driver", driver)):
+        monkeypatch.setitem(sys.modules, f"cuda{name}", module)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(cuda, "_uuid", lambda device: f"GPU-{device.index}")
-    construct = torch._C._construct_storage_from_data_pointer
-    monkeypatch.setattr(
-        torch._C,
-        "_construct_storage_from_data_pointer",
-        lambda address, _device, size: construct(address, torch.device("cpu"), size),
-    )
+    name = "_construct_storage_from_data_pointer"
+    construct, cpu = getattr(torch._C, name), torch.device("cpu")
+    monkeypatch.setattr(torch._C, name, lambda address, _, size: construct(address, cpu, size))
     return driver
 
 
@@ -203,33 +193,24 @@ def test_a_missing_cuda_python_is_named(gpu: CudaDevice, monkeypatch: pytest.Mon
         gpu.allocate_share(1)
 
 
-def fake_cudart(code: int, registered: list[tuple[int, int]]) -> Callable[[], Any]:
-    def register(address: int, size: int, flags: int) -> int:
-        assert flags == 0
-        registered.append((address, size))
-        return code
-
-    cudart = SimpleNamespace(
-        cudaHostRegister=register, cudaGetErrorString=lambda _code: "no memory"
-    )
-    return lambda: cudart
-
-
 def test_exactly_the_requested_bytes_are_pinned(
     gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registered: list[tuple[int, int]] = []
-    monkeypatch.setattr(torch.cuda, "cudart", fake_cudart(0, registered))
+    registered, codes = list[tuple[int, int, int]](), [0, 2]
+
+    def register(address: int, size: int, flags: int) -> int:
+        registered.append((address, size, flags))
+        return codes.pop(0)
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaGetErrorString=lambda _: "no memory")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     memory = gpu.pinned_memory(5 * 4096 + 3)
-    assert registered == [(memory.data_ptr(), 5 * 4096 + 3)]
+    assert registered == [(memory.data_ptr(), 5 * 4096 + 3, 0)]
     # It has whole pages, so that no other memory is pinned with it.
     assert memory.nbytes == 5 * 4096 + 3 and memory.data_ptr() % 4096 == 0
     memory.fill_(7)
     assert int(memory.sum(dtype=torch.int64)) == 7 * memory.nbytes
-
-
-def test_unpinnable_memory_ends_the_start(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", fake_cudart(2, []))
+    # Memory that cannot be pinned ends the start.
     with pytest.raises(SystemExit, match=r"does not pin 4096 bytes .*no memory.*ulimit"):
         gpu.pinned_memory(4096)
 
@@ -239,9 +220,7 @@ def test_experts_are_copied_in_pieces(gpu: CudaDevice, monkeypatch: pytest.Monke
     copied: list[int] = []
     copy = torch.Tensor.copy_
 
-    def copy_and_count(
-        to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
-    ) -> torch.Tensor:
+    def copy_and_count(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
         assert non_blocking
         copied.append(to.nbytes)
         return copy(to, source, non_blocking=non_blocking)

@@ -12,19 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from flashmoa_sglang.moe.asyncep import replicas
 from flashmoa_sglang.moe.asyncep.experts import store_on_host
 from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader, Store, StreamCopier
-from flashmoa_sglang.moe.asyncep.replicas import (
-    GpuSegment,
-    Replica,
-    ReplicaError,
-    ShareExchange,
-    share_experts,
-)
+from flashmoa_sglang.moe.asyncep.replicas import Replica, ShareExchange
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.plugin.moe.fake_gpu import FakeGpu
+from tests.unit.plugin.moe.fakes import FakeGpu
 
 LAYER_BYTES = 4 * 640 * 4
 
@@ -50,7 +45,7 @@ class QueuedLayer(torch.nn.Module):
 
 
 class Rig:
-    """An offloader of such layers, with the work of its start enqueued but not done."""
+    """An offloader of such layers. The work of its start is enqueued but not done."""
 
     def __init__(
         self,
@@ -58,16 +53,15 @@ class Rig:
         slots: int,
         failing: int | None = None,
         store: Store = store_on_host,
-        gpu: FakeGpu | None = None,
+        gpu: Any = None,
     ) -> None:
-        self.gpu = gpu or FakeGpu()
-        self.layers = [QueuedLayer(self.gpu, n, fails=n == failing) for n in range(layers)]
+        self.gpu = gpu = gpu or FakeGpu()
+        self.layers = [QueuedLayer(gpu, n, fails=n == failing) for n in range(layers)]
         self.read: list[tuple[int, list[float]]] = []
-        opened: Any = self.gpu
         self.offloader = ExpertOffloader(
-            QueuedLayer, "compute", slots, store, open_gpu=lambda _device: opened
+            QueuedLayer, "compute", slots, store, open_gpu=lambda _device: gpu
         )
-        # Replicas start in threads, where each one's guard would see the others' modules be nested.
+        # Replicas start in threads. A guard in a thread would see the modules of other threads.
         self.offloader.wrap_modules(iter(self.layers))
         self.offloader.post_init()
 
@@ -82,20 +76,18 @@ class Rig:
 
 
 class Group:
-    """Replicas on fake GPUs that divide the layers' experts, and their rigs."""
+    """Replicas on fake GPUs that divide the experts of four layers, and their rigs."""
 
     def __init__(
-        self,
-        size: int,
-        layers: int,
-        slots: int,
-        on_device: float = 1.0,
-        reaches: Iterable[str] | None = None,
+        self, size: int, slots: int, on_device: float = 1.0, reaches: Iterable[str] | None = None
     ) -> None:
-        self.name = uuid.uuid4().hex
-        places = [f"GPU-{rank}" for rank in range(size)]
-        self._reaches = places if reaches is None else reaches
-        self._size, self._layers, self._slots, self._on_device = size, layers, slots, on_device
+        self.name, self._size, self._slots, self._on_device = (
+            uuid.uuid4().hex,
+            size,
+            slots,
+            on_device,
+        )
+        self._reaches = [f"GPU-{rank}" for rank in range(size)] if reaches is None else reaches
         self.exchanges: dict[int, ShareExchange] = {}
         with ThreadPoolExecutor(size) as pool:
             started = [pool.submit(self.start, rank) for rank in range(size)]
@@ -106,57 +98,39 @@ class Group:
             raise
 
     def start(self, rank: int) -> Rig:
-        replica = Replica(self.name, rank, self._size)
-        self.exchanges[rank] = ShareExchange(replica)
-        store = partial(
-            share_experts,
-            exchange=self.exchanges[rank],
-            on_device=self._on_device,
-            wait=20.0,
-        )
-        gpu = FakeGpu(f"GPU-{rank}", self._reaches)
-        return Rig(self._layers, self._slots, store=store, gpu=gpu)
+        self.exchanges[rank] = exchange = ShareExchange(Replica(self.name, rank, self._size))
+        options = {"exchange": exchange, "on_device": self._on_device, "wait": 20.0}
+        store = partial(replicas.share_experts, **options)
+        return Rig(4, self._slots, store=store, gpu=FakeGpu(f"GPU-{rank}", self._reaches))
 
     def stop(self) -> None:
         for exchange in self.exchanges.values():
             exchange.close()
 
 
-# Which stream runs first: that of the layers, or that of the copies.
+# The layers' stream runs first, or the copies' stream.
 COPIES_LATE, COPIES_EARLY = [0], [1]
 
 
 @given(
     layers=st.integers(2, 6),
     slots=st.integers(1, 4),
-    forwards=st.integers(1, 3),
+    # Whole forwards, or layers in any order.
+    orders=st.lists(st.none(), min_size=1, max_size=3)
+    | st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=4),
     timed=st.booleans(),
     choices=st.lists(st.integers(0, 1), max_size=60),
 )
 def test_layers_read_their_own_experts(
-    layers: int, slots: int, forwards: int, timed: bool, choices: list[int]
+    layers: int, slots: int, orders: Any, timed: bool, choices: list[int]
 ) -> None:
     rig = Rig(layers, slots)
-    for _ in range(forwards):
-        rig.forward(timed=timed)
-    rig.gpu.run(choices)
-    assert len(rig.read) == 2 * layers * forwards and rig.all_read_their_own()
-    assert rig.offloader.memory()["misses"] == 0
-
-
-@given(
-    slots=st.integers(1, 3),
-    orders=st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=4),
-    choices=st.lists(st.integers(0, 1), max_size=60),
-)
-def test_layers_out_of_order_read_their_own(
-    slots: int, orders: list[list[int]], choices: list[int]
-) -> None:
-    rig = Rig(5, slots)
     for order in orders:
-        rig.forward(order)
+        rig.forward(None if order is None else [n % layers for n in order], timed=timed)
     rig.gpu.run(choices)
     assert rig.all_read_their_own()
+    assert len(rig.read) == 2 * sum(layers if order is None else len(order) for order in orders)
+    assert None not in orders or rig.offloader.memory()["misses"] == 0
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -210,15 +184,15 @@ def test_first_copies_wait_for_earlier_work() -> None:
     timed=st.booleans(),
     choices=st.lists(st.integers(0, 2), max_size=60),
 )
-@example(size=2, slots=2, on_device=0.5, timed=False, choices=[0])
-@example(size=2, slots=2, on_device=0.5, timed=False, choices=[1])
-@example(size=2, slots=2, on_device=0.5, timed=False, choices=[2])
-@example(size=2, slots=2, on_device=0.5, timed=False, choices=[1, 1, 1, 1, 0])
-@example(size=2, slots=2, on_device=0.5, timed=False, choices=[2, 2, 2, 2, 0])
+@example(2, 2, 0.5, False, [0])
+@example(2, 2, 0.5, False, [1])
+@example(2, 2, 0.5, False, [2])
+@example(2, 2, 0.5, False, [1, 1, 1, 1, 0])
+@example(2, 2, 0.5, False, [2, 2, 2, 2, 0])
 def test_layers_read_experts_of_peers_and_host(
     size: int, slots: int, on_device: float, timed: bool, choices: list[int]
 ) -> None:
-    group = Group(size, 4, slots, on_device)
+    group = Group(size, slots, on_device)
     for rig in group.rigs:
         for _ in range(2):
             rig.forward(timed=timed)
@@ -228,13 +202,13 @@ def test_layers_read_experts_of_peers_and_host(
         stored = memory["on_host"] + memory["share"] + memory["at_peers"]
         assert stored == 3 * LAYER_BYTES and (memory["on_host"] > 0) == (on_device < 1)
         assert sum(pinned.nbytes for pinned in rig.gpu.pinned) == memory["on_host"]
-        # Experts of peers are copied while those of the host are.
+        # Copies from peers and from the host run beside each other.
         assert len(rig.gpu.streams) == (2 if on_device == 1 else 3)
     group.stop()
 
 
 def test_a_restarted_replica_gets_its_share() -> None:
-    group = Group(2, 4, 2, on_device=0.5)
+    group = Group(2, 2, on_device=0.5)
     rig, ended = group.rigs
     group.exchanges[1].close()
     again = group.start(1)
@@ -254,7 +228,7 @@ def test_a_restarted_replica_gets_its_share() -> None:
 
 def test_appended_pieces_may_be_freed() -> None:
     gpu: Any = FakeGpu()
-    segment = GpuSegment(8, gpu)
+    segment = replicas.GpuSegment(8, gpu)
     for start in (0, 4):
         segment.append(piece := torch.arange(start, start + 4, dtype=torch.uint8))
         piece.fill_(99)
@@ -263,5 +237,7 @@ def test_appended_pieces_may_be_freed() -> None:
 
 
 def test_unreachable_gpus_are_refused() -> None:
-    with pytest.raises(ReplicaError, match=r"share of replica \d cannot be used: GPU-\d cannot"):
-        Group(2, 3, 2, reaches=[])
+    with pytest.raises(
+        replicas.ReplicaError, match=r"share of replica \d cannot be used: GPU-\d cannot"
+    ):
+        Group(2, 2, reaches=[])

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
@@ -15,25 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from flashmoa_sglang.moe.asyncep import replicas
 from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.moe.asyncep.replicas import (
-    CPU,
-    HostSegment,
-    Replica,
-    ReplicaError,
-    Share,
-    ShareExchange,
-    Sharing,
-    divide,
-    map_segment,
-    share_experts,
-)
+from flashmoa_sglang.moe.asyncep.replicas import CPU, Replica, ReplicaError, Share, ShareExchange
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.moe.fake_gpu import ExpertLayer, FakeGpu
+from tests.unit.plugin.moe.fakes import ExpertLayer, FakeGpu
 
 WAIT = 20.0
+NOTHING = Share(CPU, [])
 
 
 @pytest.fixture
@@ -47,7 +38,7 @@ def start(
 ) -> None:
     """Start a replica of a model; return when the others have started."""
     exchange = stack.enter_context(closing(ShareExchange(replica)))
-    store = partial(share_experts, exchange=exchange, on_device=on_device, wait=WAIT)
+    store = partial(replicas.share_experts, exchange=exchange, on_device=on_device, wait=WAIT)
     offloader = ExpertOffloader(ExpertLayer, "compute", 2, store, open_gpu=lambda _device: gpu)
     offloader.wrap_modules(ExpertLayer(5, [seed, number, 0]) for number in range(4))
     offloader.post_init()
@@ -61,7 +52,7 @@ def start(
 def test_every_byte_is_stored_once(layers: list[int], size: int, on_device: float) -> None:
     stored: list[set[int]] = [set() for _ in layers]
     for rank in range(size):
-        for section in divide(layers, Replica("group", rank, size), on_device):
+        for section in replicas.divide(layers, Replica("group", rank, size), on_device):
             assert sum(section.sizes) > 0
             assert on_device > 0 if section.on_device else on_device < 1
             for blocks, part in zip(stored, section.parts, strict=True):
@@ -72,13 +63,21 @@ def test_every_byte_is_stored_once(layers: list[int], size: int, on_device: floa
     assert [256 * len(blocks) for blocks in stored] == layers
 
 
-def both_failures(first: Callable[[], object], second: Callable[[], object]) -> Iterator[str]:
-    """Yield the messages with which two replicas fail."""
+def check_failures(first: Callable[[], object], second: Callable[[], object], says: str) -> None:
+    """Start two replicas, which must both fail."""
     with ThreadPoolExecutor(2) as pool:
         for started in [pool.submit(first), pool.submit(second)]:
-            with pytest.raises(ReplicaError) as failure:
+            with pytest.raises(ReplicaError, match=says):
                 started.result()
-            yield str(failure.value)
+
+
+def join(stack: ExitStack, group: str, rank: int, share: Share | None = None) -> ShareExchange:
+    """Start the exchange of a replica, which may offer a share."""
+    exchange = stack.enter_context(closing(ShareExchange(Replica(group, rank, 2))))
+    exchange.introduce("digest", CPU, 1.0)
+    if share is not None:
+        exchange.offer(share)
+    return exchange
 
 
 @pytest.mark.parametrize(
@@ -97,8 +96,7 @@ def test_replicas_that_differ_refuse_each_other(
     with ExitStack() as stack:
         first = partial(start, stack, Replica(group, 0, 2))
         second = partial(start, stack, Replica(group, 1, size), **more)
-        for message in both_failures(first, second):
-            assert problem in message
+        check_failures(first, second, problem)
 
 
 def test_a_rank_that_runs_already_is_refused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +108,8 @@ def test_a_rank_that_runs_already_is_refused(group: str, monkeypatch: pytest.Mon
 
 
 def test_waiting_for_a_replica_ends(group: str) -> None:
-    with closing(ShareExchange(Replica(group, 0, 2))) as exchange:
-        exchange.introduce("digest", CPU, 1.0)
-        exchange.offer(Share(CPU, []))
+    with ExitStack() as stack:
+        exchange = join(stack, group, 0, NOTHING)
         with pytest.raises(ReplicaError, match="waited too long for replica 1"):
             exchange.obtain(1, time.monotonic())
 
@@ -121,11 +118,6 @@ def test_waiting_for_a_replica_ends(group: str) -> None:
 def test_a_silent_replica_is_asked_again(
     group: str, monkeypatch: pytest.MonkeyPatch, failure: type[OSError]
 ) -> None:
-    def join(stack: ExitStack, rank: int) -> ShareExchange:
-        exchange = stack.enter_context(closing(ShareExchange(Replica(group, rank, 2))))
-        exchange.introduce("digest", CPU, 1.0)
-        return exchange
-
     ask, left = ShareExchange._ask, 2
 
     def ask_in_vain(exchange: ShareExchange, peer: int, rank: int) -> Share | None:
@@ -136,24 +128,21 @@ def test_a_silent_replica_is_asked_again(
         return ask(exchange, peer, rank)
 
     with ExitStack() as stays:
-        peer = join(stays, 1)
-        peer.offer(Share(CPU, []))
+        peer = join(stays, group, 1, NOTHING)
         with ExitStack() as ends:
-            before = join(ends, 0)
-            before.offer(Share(CPU, []))
+            join(ends, group, 0, NOTHING)
             peer.obtain(0, time.monotonic() + WAIT)
-        again = join(stays, 0)
+        again = join(stays, group, 0)
         monkeypatch.setattr(ShareExchange, "_ask", ask_in_vain)
-        assert again.find(time.monotonic() + WAIT) == Share(CPU, [])
+        assert again.find(time.monotonic() + WAIT) == NOTHING
         left = 1
         with pytest.raises(ReplicaError, match="End it if it hangs"):
             again.find(time.monotonic())
 
 
 def test_foreign_answers_are_refused(group: str) -> None:
-    with closing(ShareExchange(Replica(group, 0, 2))) as exchange, ExitStack() as stack:
-        exchange.introduce("digest", CPU, 1.0)
-        exchange.offer(Share(CPU, []))
+    with ExitStack() as stack:
+        exchange = join(stack, group, 0, NOTHING)
         stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         stranger.bind(Replica(group, 1, 2).address)
         stranger.listen()
@@ -168,34 +157,33 @@ def test_foreign_answers_are_refused(group: str) -> None:
 
 
 def test_a_share_of_another_size_is_refused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    map_share = Sharing.map
+    map_share = replicas.Sharing.map
 
-    def map_less(self: Sharing, rank: int, share: Share) -> list[torch.Tensor]:
+    def map_less(self: replicas.Sharing, rank: int, share: Share) -> list[torch.Tensor]:
         os.ftruncate(descriptor := os.memfd_create("test"), 1)
         with open(descriptor):
             return map_share(self, rank, Share(CPU, [descriptor]))
 
-    monkeypatch.setattr(Sharing, "map", map_less)
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        started = [pool.submit(start, stack, Replica(group, rank, 2)) for rank in range(2)]
-        for replica in started:
-            with pytest.raises(ReplicaError, match=r"share of replica \d cannot .* has 1 bytes"):
-                replica.result()
+    monkeypatch.setattr(replicas.Sharing, "map", map_less)
+    with ExitStack() as stack:
+        started = (partial(start, stack, Replica(group, rank, 2)) for rank in range(2))
+        check_failures(*started, says=r"share of replica \d cannot .* has 1 bytes")
 
 
 def test_a_sealed_segment_stays_as_it_is() -> None:
-    segment = HostSegment(5)
+    segment = replicas.HostSegment(5)
     segment.append(torch.arange(3, dtype=torch.uint8))
     segment.append(torch.full((2,), 9, dtype=torch.uint8))
     memory = segment.finish()
-    with pytest.raises(PermissionError):
-        os.pwrite(segment.descriptor, b"other", 0)
-    with pytest.raises(PermissionError):
-        os.ftruncate(segment.descriptor, 1)
-    with pytest.raises(PermissionError):
-        mmap.mmap(segment.descriptor, 5, access=mmap.ACCESS_WRITE)
+    for change in (
+        lambda: os.pwrite(segment.descriptor, b"other", 0),
+        lambda: os.ftruncate(segment.descriptor, 1),
+        lambda: mmap.mmap(segment.descriptor, 5, access=mmap.ACCESS_WRITE),
+    ):
+        with pytest.raises(PermissionError):
+            change()
     with pytest.raises(ValueError, match="5 bytes instead of 6"):
-        map_segment(segment.descriptor, 6)
+        replicas.map_segment(segment.descriptor, 6)
     os.close(segment.descriptor)
     assert memory.tolist() == [0, 1, 2, 9, 9]
 
@@ -204,5 +192,5 @@ def test_a_segment_that_is_not_sealed_is_refused() -> None:
     segment = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(segment, b"share")
     with pytest.raises(ValueError, match="not sealed"):
-        map_segment(segment, 5)
+        replicas.map_segment(segment, 5)
     os.close(segment)

@@ -25,10 +25,6 @@ def without_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOA_KV_CACHE", "off")
 
 
-def test_a_server_that_never_reads_kv_again_starts() -> None:
-    kv_free.refuse_unsupported(SimpleNamespace(**VALID))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -42,6 +38,7 @@ def test_a_server_that_never_reads_kv_again_starts() -> None:
     ],
 )
 def test_a_server_that_reads_kv_again_is_refused(arguments: dict[str, Any], message: str) -> None:
+    kv_free.refuse_unsupported(SimpleNamespace(**VALID))
     with pytest.raises(SystemExit, match=message):
         kv_free.refuse_unsupported(SimpleNamespace(**VALID | arguments))
 
@@ -61,14 +58,6 @@ class Pool:
         self.v_buffer = [object() for _ in range(self.layer_num)]
 
 
-def scheduler(*, chunk: int | None, scales: bool) -> SimpleNamespace:
-    pool = Pool(scales=scales)
-    return SimpleNamespace(
-        chunked_prefill_size=chunk,
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-    )
-
-
 @pytest.mark.parametrize(
     ("chunk", "scales", "message"),
     [(4096, False, "needs --chunked-prefill-size -1"), (None, True, "has scales")],
@@ -76,10 +65,13 @@ def scheduler(*, chunk: int | None, scales: bool) -> SimpleNamespace:
 def test_a_scheduler_that_reads_kv_again_is_refused(
     chunk: int | None, scales: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pool = Pool(scales=scales)
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    scheduler = SimpleNamespace(chunked_prefill_size=chunk, token_to_kv_pool_allocator=allocator)
     with pytest.raises(SystemExit, match=message):
-        kv_free.verify(scheduler(chunk=chunk, scales=scales))
+        kv_free.verify(scheduler)
     monkeypatch.setenv("FLASHMOA_KV_CACHE", "on")
-    kv_free.verify(scheduler(chunk=chunk, scales=scales))
+    kv_free.verify(scheduler)
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -96,15 +88,12 @@ def message(new_tokens: int | None, session: object = None) -> Any:
     return SimpleNamespace(sampling_params=params, session_params=session)
 
 
-@pytest.mark.parametrize("new_tokens", [0, 1])
-def test_a_request_of_one_forward_is_served(new_tokens: int) -> None:
-    kv_free.check(message(new_tokens))
-
-
 @pytest.mark.parametrize(("new_tokens", "session"), [(128, None), (None, None), (2, None), (1, 0)])
 def test_a_request_of_more_forwards_is_refused(
     new_tokens: int | None, session: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for few in (0, 1):
+        kv_free.check(message(few))
     with pytest.raises(ValueError, match="keeps no KV"):
         kv_free.check(message(new_tokens, session))
     monkeypatch.setenv("FLASHMOA_KV_CACHE", "on")

@@ -38,8 +38,7 @@ PAGES = st.sampled_from([1, 2, 4])
 
 @given(sequences=SEQUENCES, page=PAGES)
 def test_a_batch_knows_each_page_that_it_computes(sequences: list[Prefix], page: int) -> None:
-    turn = BatchTree(page)
-    known: set[Prefix] = set()
+    turn, known = BatchTree(page), set[Prefix]()
     for tokens in sequences:
         array = np.array(tokens, dtype=np.int64)
         assert turn.match("anchor", array) == shared_pages(tokens, known, page)
@@ -53,12 +52,10 @@ def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int)
     # Each token is repeated, so that waiting is worth it for all shared tokens.
     waiting = [tuple(t for t in tokens for _ in range(FEWEST_SHARED)) for tokens in requests]
     unique = set[Prefix]().union(*(pages(tokens, page) for tokens in waiting))
-    cached: set[Prefix] = set()
-    computed = 0
+    cached, computed = set[Prefix](), 0
     for _step in range(len(waiting)):
         turn = BatchTree(page)
-        held: list[Prefix] = []
-        ran: list[Prefix] = []
+        held, ran = list[Prefix](), list[Prefix]()
         for tokens in waiting:
             start = shared_pages(tokens, cached, page)
             rest = np.array(tokens[start:], dtype=np.int64)
@@ -117,7 +114,7 @@ def joins(batch: SharedPrefill, taken: list[Request], req: Request) -> bool:
 def test_a_request_waits_once(batch: SharedPrefill) -> None:
     taken: list[Request] = []
     assert joins(batch, taken, Request(0, 1000))
-    # So few shared tokens are computed again at once.
+    # A request does not wait for few shared tokens.
     assert joins(batch, taken, Request(0, FEWEST_SHARED))
     waits = Request(0, 800)
     assert not joins(batch, taken, waits)

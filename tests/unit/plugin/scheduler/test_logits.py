@@ -15,9 +15,8 @@ numbers = st.sampled_from([inf, -inf, nan, 1e35, -1e35, 0.0, 20.0, -3.0])
 
 
 def info(**fields: Any) -> Any:
-    none = dict.fromkeys(
-        ("grammars", "logit_bias", "acc_additive_penalties", "acc_scaling_penalties")
-    )
+    names = "grammars logit_bias acc_additive_penalties acc_scaling_penalties"
+    none = dict.fromkeys(names.split())
     orchestrator = SimpleNamespace(is_required=fields.pop("is_required", False))
     return SimpleNamespace(**{**none, "penalizer_orchestrator": orchestrator, **fields})
 

@@ -20,25 +20,18 @@ from flashmoa_sglang.scheduler.plan import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.scheduler.fake_scheduler import COSTS
+from tests.unit.plugin.scheduler.fakes import COSTS
 from tests.unit.plugin.test_costs import any_costs
 
 PAGES = st.sampled_from([1, 16, 64])
-# Up to 64 tokens are as fast as one, and each further token takes 0.1 ms.
-FLAT = Costs(((1, 0.01), (64, 0.01), (1064, 0.11)), decode_step=0.01)
 
 
 @st.composite
 def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
     """Draw a page size and streams that have grown by whole pages."""
     page = draw(PAGES)
-    stream = st.builds(
-        Growth,
-        prefilled=st.integers(0, 50).map(lambda pages: pages * page),
-        new=st.integers(1, 40).map(lambda pages: pages * page),
-        ended=st.booleans(),
-        rank=st.sampled_from(Rank),
-    )
+    pages = [st.integers(least, most).map(lambda n: n * page) for least, most in ((0, 50), (1, 40))]
+    stream = st.builds(Growth, *pages, ended=st.booleans(), rank=st.sampled_from(Rank))
     return page, draw(st.lists(stream, max_size=8))
 
 
@@ -52,24 +45,22 @@ def test_increments_are_pages_in_rank_order(
     chosen = choose_increments(streams, tokens, fewest, page)
     sizes = {position: end - streams[position].prefilled for position, end in chosen}
     assert len(sizes) == len(chosen)
-    assert all(size > 0 and size % page == 0 for size in sizes.values())
-    assert all(size <= streams[position].new for position, size in sizes.items())
     left = tokens - sum(sizes.values())
     assert left >= 0
 
     def order(position: int) -> tuple[int, int]:
         return streams[position].rank, position
 
-    # Only the last stream may not be completed.
-    assert [*sizes] == sorted(sizes, key=order)
-    assert all(sizes[position] == streams[position].new for position in [*sizes][:-1])
-
     def is_worth(stream: Growth, size: int) -> bool:
         return size > 0 and (size >= fewest or (stream.ended and size == stream.new))
 
-    assert all(is_worth(streams[position], size) for position, size in sizes.items())
-    # The tokens that are left are enough for no stream that was left out, and one that was left
-    # out comes after the last that was not.
+    for position, size in sizes.items():
+        assert is_worth(streams[position], size)
+        assert size % page == 0 and size <= streams[position].new
+    # Only the last stream may not be completed.
+    assert [*sizes] == sorted(sizes, key=order)
+    assert all(sizes[position] == streams[position].new for position in [*sizes][:-1])
+    # The other streams come later, and the tokens that are left are not enough for them.
     for position, stream in enumerate(streams):
         if position not in sizes:
             most = min(stream.new, left)
@@ -86,7 +77,7 @@ def test_budgets_have_all_allowed_sizes(costs: Costs, itl_budget: float, decodes
     sizes = sorted({size for each in STEP_SIZES for size in (each, below + each) if size > decodes})
     step = costs.decode(decodes)
     added = {size: costs.added(decodes, size - decodes) for size in sizes}
-    # Nor may a mixed token cost more than in a large forward, where decodes would wait for it.
+    # A mixed token costs at most 1.1 times as much as a token of a large forward.
     rate = 1.1 * costs.per_token_at_best
     allowed = [
         size
@@ -124,14 +115,23 @@ def test_own_forwards_are_the_smallest_efficient(costs: Costs) -> None:
     assert size == 64 or costs.prefill(size // 2) > most * size // 2
 
 
-def test_without_measured_costs_sizes_are_fixed() -> None:
-    assert Budget.of(UNMEASURED, 2.0, 1) == Budget((32, 64, 128, 256), 128, 512, rides=True)
-    assert Budget.of(UNMEASURED, 4.0, 1) == Budget.of(UNMEASURED, 2.0, 1)
-    # They are shorter if steps may be, and leave room beside many decodes.
-    assert Budget.of(UNMEASURED, 1.5, 1) == Budget((32, 64, 128), 128, 512, rides=True)
-    assert Budget.of(UNMEASURED, 1.25, 1) == Budget((32, 64), 64, 512, rides=True)
+@pytest.mark.parametrize(
+    ("longest", "decodes", "budget"),
+    [
+        (2.0, 1, Budget((32, 64, 128, 256), 128, 512, rides=True)),
+        (4.0, 1, Budget((32, 64, 128, 256), 128, 512, rides=True)),
+        # Sizes are smaller if steps may be shorter, and leave room beside many decodes.
+        (1.5, 1, Budget((32, 64, 128), 128, 512, rides=True)),
+        (1.25, 1, Budget((32, 64), 64, 512, rides=True)),
+        (2.0, 241, Budget((256, 384), 256, 512, rides=True)),
+    ],
+)
+def test_unmeasured_costs_have_fixed_sizes(longest: float, decodes: int, budget: Budget) -> None:
+    assert Budget.of(UNMEASURED, longest, decodes) == budget
     assert Budget.of(UNMEASURED, 1.0, 1).mixed == ()
-    assert Budget.of(UNMEASURED, 2.0, 241) == Budget((256, 384), 256, 512, rides=True)
+    waiting = replace(BUSY, prompts=1000)
+    assert plan(waiting, UNMEASURED, 2.0).mixed == 126
+    assert not plan(replace(waiting, limit=0.01), UNMEASURED, 2.0).mixed
 
 
 # With eight decodes a step may have 128 tokens, and 64 are the cheapest.
@@ -171,13 +171,12 @@ def test_streams_fill_a_block_of_a_decode_step(given: dict[str, int], expected: 
 
 def test_decodes_are_no_tokens_of_streams() -> None:
     """A step of 200 decodes and 56 tokens is the cheapest: 32 tokens are enough for it."""
-    costs = Costs(
-        ((1, 0.01), (1024, 0.11)), 0.01, ((200, 0, 0.02), (200, 56, 0.021), (200, 312, 0.06))
-    )
+    mixed = ((200, 0, 0.02), (200, 56, 0.021), (200, 312, 0.06))
+    costs = Costs(((1, 0.01), (1024, 0.11)), 0.01, mixed)
     assert Budget.of(costs, 2.0, 200).cheap == 256
-    view = replace(BUSY, decodes=200, leading=32)
-    assert plan(view, costs, 2.0).streams == 56
-    assert not plan(replace(view, leading=31), costs, 2.0).streams
+    for leading, streams in ((32, 56), (31, 0)):
+        view = replace(BUSY, decodes=200, leading=leading)
+        assert plan(view, costs, 2.0).streams == streams
 
 
 @pytest.mark.parametrize(
@@ -206,13 +205,13 @@ def test_streams_get_a_seventeenth_of_the_time(
     assert (step.streams, step.mixed, step.only_streams) == (size, 0, size > 0)
 
 
-def test_a_limit_counts_contexts() -> None:
+@pytest.mark.parametrize(
+    ("given", "mixed"), [({}, 62), ({"kv": 2000}, 30), ({"kv": 3000}, 0), ({"context": 100_000}, 0)]
+)
+def test_a_limit_counts_contexts(given: dict[str, int], mixed: int) -> None:
     costs = replace(COSTS, per_kv_token=1e-6, per_pair=1e-9)
     far = replace(BUSY, limit=0.013, context=1000)
-    assert plan(far, costs, 2.0).mixed == 62
-    assert plan(replace(far, kv=2000), costs, 2.0).mixed == 30
-    assert not plan(replace(far, kv=3000), costs, 2.0).mixed
-    assert not plan(replace(far, context=100_000), costs, 2.0).mixed
+    assert plan(replace(far, **given), costs, 2.0).mixed == mixed
 
 
 @pytest.mark.parametrize(
@@ -233,12 +232,6 @@ def test_prompts_of_clients_come_before_streams(
     step = plan(replace(BUSY, **given), COSTS, 2.0)
     assert step.builds and not step.only_streams
     assert (step.mixed, step.streams) == (mixed, streams)
-
-
-def test_unmeasured_costs_respect_the_limit() -> None:
-    waiting = replace(BUSY, prompts=1000)
-    assert plan(waiting, UNMEASURED, 2.0).mixed == 126
-    assert not plan(replace(waiting, limit=0.01), UNMEASURED, 2.0).mixed
 
 
 def test_prompts_are_not_mixed_if_that_is_slow() -> None:

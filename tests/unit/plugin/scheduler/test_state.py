@@ -10,25 +10,19 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang.costs import UNMEASURED, Costs
-from flashmoa_sglang.messages import (
-    CountUpdate,
-    MeasuredCosts,
-    RequestMark,
-    StreamProgress,
-)
+from flashmoa_sglang.messages import CountUpdate, MeasuredCosts, RequestMark, StreamProgress
 from flashmoa_sglang.moe import asyncep
 from flashmoa_sglang.moe.saturation import LayerTimes
 from flashmoa_sglang.scheduler import results, state, timer
-from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.sglang.options import Options
 
-from tests.unit.plugin.scheduler.fake_scheduler import COSTS, FakeScheduler, request
+from tests.unit.plugin.scheduler.fakes import COSTS, PIN, FakeScheduler, request
 
 pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
 
 
 class Streamer:
-    """Stands for SGLang's output streamer: notes what it sends, and to which process."""
+    """Stands for SGLang's output streamer: notes requests and the process they are sent to."""
 
     def __init__(self, scheduler: FakeScheduler) -> None:
         self.tree_cache = scheduler.tree_cache
@@ -39,14 +33,17 @@ class Streamer:
         assert skip_req is None
         self.sent.append((reqs, return_logprob, self.send_to_detokenizer))
 
+    def send(self, *reqs: Any, logprob: bool = False) -> list[tuple[list[Any], bool, Any]]:
+        """Send the outputs of requests. Return the requests that SGLang sends for this."""
+        self.sent.clear()
+        results.stream_output(Streamer.stream_output, self, [*reqs], logprob)
+        assert self.send_to_detokenizer == "detokenizer"
+        return [*self.sent]
+
 
 @pytest.fixture
 def streamer(scheduler: FakeScheduler) -> Streamer:
     return Streamer(scheduler)
-
-
-def send(streamer: Streamer, reqs: list[Any], return_logprob: bool = False) -> None:
-    results.stream_output(Streamer.stream_output, streamer, reqs, return_logprob)
 
 
 def prefill(output: int = 0, **mark: Any) -> Any:
@@ -62,23 +59,20 @@ def test_increments_send_only_progress(scheduler: FakeScheduler, streamer: Strea
     (increment,) = scheduler.streams.make(1000, 1000, 16)
     scheduler.streams.settle(increment)
     chat = request(20, 5)
-    send(streamer, [chat, increment], return_logprob=True)
-    assert streamer.sent == [([chat], True, "detokenizer")]
+    assert streamer.send(chat, increment, logprob=True) == [([chat], True, "detokenizer")]
     assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0),))]
     assert not scheduler.streams.can_prefill_more()
-    streamer.sent.clear()
-    send(streamer, [increment])
-    assert streamer.sent == []
+    assert streamer.send(increment) == []
 
 
 def test_an_end_is_noted_once(scheduler: FakeScheduler, streamer: Streamer) -> None:
-    """As SGLang does under the overlap schedule; it sends only the first."""
+    """The overlap schedule sends an ended request twice. SGLang passes on only the first."""
     scheduler.flashmoa.options = Options(hold_tool_calls=60)
     req = request(20, 5, 5, stream="a", final=True)
     req.finished = lambda: True
-    send(streamer, [req])
+    streamer.send(req)
     req.finished_output = True
-    send(streamer, [req])
+    streamer.send(req)
     assert scheduler.streams.returning_tokens() == 25
 
 
@@ -97,66 +91,53 @@ def test_returning_agents_are_limited(scheduler: FakeScheduler, seconds: float, 
     assert streams.returning_tokens() == 25 * kept
     scheduler.flashmoa.work = 1000
     end("a")
+    # These ends call no tool.
+    for reason in ("length", "abort"):
+        assert streams.returning_tokens() == 25 * min(kept, 1)
+        end(reason, reason)
     assert streams.returning_tokens() == 25 * min(kept, 1)
-    # No tool was called, or the HTTP process says so.
-    end("b", "length")
-    end("c", "abort")
-    assert streams.returning_tokens() == 25 * min(kept, 1)
+    # The HTTP process says that no tool was called.
     streams.end("a")
     assert streams.returning_tokens() == 0
 
 
-def test_answers_without_text_pass_the_detokenizer(
+def test_answers_without_text_skip_the_detokenizer(
     scheduler: FakeScheduler, streamer: Streamer
 ) -> None:
+    direct = scheduler.flashmoa.tokenizer_channel
     chat, silent, final = request(20, 5), prefill(), prefill(stream="a", final=True)
-    send(streamer, [chat, silent, final])
-    assert streamer.sent == [
+    assert streamer.send(chat, silent, final) == [
         ([chat, final], False, "detokenizer"),
-        ([silent], False, scheduler.flashmoa.tokenizer_channel),
+        ([silent], False, direct),
     ]
-    assert streamer.send_to_detokenizer == "detokenizer"
-    streamer.sent.clear()
-    # What a scored prompt answers are log-probabilities.
+    # A scored prompt is answered with log-probabilities.
     silent.return_logprob = True
-    send(streamer, [silent], return_logprob=True)
-    assert streamer.sent == [([silent], True, scheduler.flashmoa.tokenizer_channel)]
-    streamer.sent.clear()
+    assert streamer.send(silent, logprob=True) == [([silent], True, direct)]
     # SGLang may have something else to send, without requests.
-    send(streamer, [])
-    assert streamer.sent == [([], False, "detokenizer")]
-
-
-def test_a_pairs_prefill_engine_samples_a_token(
-    scheduler: FakeScheduler, streamer: Streamer
-) -> None:
+    assert streamer.send() == [([], False, "detokenizer")]
+    # A pair's prefill engine samples a token.
     sampled = prefill(output=1)
-    send(streamer, [sampled])
+    assert streamer.send(sampled)[0][2] == "detokenizer"
     scheduler.flashmoa.role = "prefill"
-    send(streamer, [sampled])
+    assert streamer.send(sampled)[0][2] == direct
     sampled.return_logprob = True
-    send(streamer, [sampled], return_logprob=True)
-    channels = [channel for _, _, channel in streamer.sent]
-    assert channels == ["detokenizer", scheduler.flashmoa.tokenizer_channel, "detokenizer"]
+    assert streamer.send(sampled, logprob=True)[0][2] == "detokenizer"
 
 
 @pytest.mark.parametrize(
-    ("prefills", "tree"),
-    [(True, SimpleNamespace(flashmoa=1)), (False, SimpleNamespace(flashmoa=1)), (True, None)],
+    ("prefills", "tree", "drops"),
+    [(True, SimpleNamespace(flashmoa=1), 1), (False, SimpleNamespace(flashmoa=1), 0), (True, 0, 0)],
     ids=["prefill", "decode", "plugin off"],
 )
-def test_increments_end_with_their_forward(prefills: bool, tree: object) -> None:
-    """Where the plugin is off, such a mark is a client's, whose request goes on."""
+def test_increments_end_with_their_forward(prefills: bool, tree: object, drops: int) -> None:
+    """Without the plugin, such a mark is a client's. Its request goes on."""
     first, increment, second, done = (
-        request(10, 5),
-        request(10, 0, stream="a"),
-        request(20, 5),
-        request(30, 5),
+        request(*sizes, stream=stream)
+        for *sizes, stream in ((10, 5, None), (10, 0, "a"), (20, 5, None), (30, 5, None))
     )
+    mode = SimpleNamespace(is_extend=lambda: prefills)
     batch = SimpleNamespace(
-        reqs=[first, done, increment, second],
-        forward_mode=SimpleNamespace(is_extend=lambda: prefills),
-        tree_cache=tree,
+        reqs=[first, done, increment, second], forward_mode=mode, tree_cache=tree or None
     )
 
     def keep(batch: Any, keep_indices: list[int] | None = None) -> None:
@@ -165,11 +146,10 @@ def test_increments_end_with_their_forward(prefills: bool, tree: object) -> None
         batch.reqs = [batch.reqs[n] for n in keep_indices]
 
     results.drop_increments(keep, batch)
-    drops = prefills and tree is not None
     assert batch.reqs == ([first, second] if drops else [first, increment, second])
     calls: list[Any] = []
-    empty = SimpleNamespace(reqs=[], tree_cache=tree)
-    results.drop_increments(lambda *_: calls.append(1), empty)
+    batch.reqs = []
+    results.drop_increments(lambda *_: calls.append(1), batch)
     assert calls == [1]
 
 
@@ -182,20 +162,12 @@ class Clock:
         return self.now / 1000
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timer, "time", clock)
-    # It would import SGLang.
-    monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
-    return clock
-
-
+@dataclass
 class Event:
-    """The event of a result, at a moment in milliseconds, for which the scheduler can wait."""
+    """The event of a result ``at`` a moment in milliseconds. The scheduler can wait for it."""
 
-    def __init__(self, clock: Clock, at: float) -> None:
-        self.clock, self.at = clock, at
+    clock: Clock
+    at: float
 
     def query(self) -> bool:
         return self.clock.now >= self.at
@@ -222,7 +194,7 @@ class Device:
         return results.run_batch(launch, self.scheduler, batch)
 
     def process(self, batch: Any, result: Any, output: float = 2.0) -> None:
-        """Process a result, which takes so many milliseconds after the forward's end."""
+        """Process a result, which takes ``output`` milliseconds after the forward's end."""
 
         def work(scheduler: Any, _batch: Any, result: Any) -> None:
             if result.copy_done is not None:
@@ -232,39 +204,48 @@ class Device:
 
         results.process_result(work, self.scheduler, batch, result)
 
+    def compute(self, *batches: Any, milliseconds: float = 10) -> None:
+        """Run batches one after the other, and process each result at once."""
+        for batch in batches:
+            self.process(batch, self.run(batch, milliseconds))
+
+    def told(self) -> list[tuple[int, ...]]:
+        """Return the only report on forwards, with their milliseconds. A timed one is the last."""
+        (report,) = self.scheduler.sent
+        self.scheduler.sent.clear()
+        return [(*forward[:4], round(1000 * forward.seconds)) for forward in report.forwards]
+
 
 @pytest.fixture
-def device(scheduler: FakeScheduler, clock: Clock) -> Device:
+def device(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> Device:
+    clock = Clock()
+    monkeypatch.setattr(timer, "time", clock)
+    # It would import SGLang.
+    monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
     return Device(scheduler, clock)
 
 
 def decodes(*kv: int) -> Any:
-    """Make a batch of requests that decode, with so many tokens."""
+    """Make a batch of decoding requests with ``kv`` tokens each."""
     mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: True)
-    reqs = [request(tokens, 5) for tokens in kv]
     return SimpleNamespace(
-        reqs=reqs, forward_mode=mode, seq_lens_cpu=torch.tensor(kv), is_extend_in_batch=False
+        reqs=[request(tokens, 5) for tokens in kv],
+        forward_mode=mode,
+        seq_lens_cpu=torch.tensor(kv),
+        is_extend_in_batch=False,
     )
 
 
 def prefills(*rows: tuple[int, int], kv: Sequence[int] = (), timed: bool = False) -> Any:
-    """Make a batch of prompts of so many cached and new tokens, with which others decode."""
-    mode = SimpleNamespace(is_extend=lambda: True, is_decode=lambda: False)
-    decoding = [request(tokens, 5) for tokens in kv]
+    """Make a batch of prompts and decodes; ``rows`` have a prompt's cached and new tokens."""
+    decoding = decodes(*kv).reqs
     return SimpleNamespace(
         reqs=[*(prefill(timed=timed) for _ in rows), *decoding],
-        forward_mode=mode,
+        forward_mode=SimpleNamespace(is_extend=lambda: True, is_decode=lambda: False),
         decoding_reqs=decoding or None,
         prefix_lens=[cached for cached, _ in rows] + [tokens - 1 for tokens in kv],
         extend_lens=[new for _, new in rows] + [1] * len(kv),
     )
-
-
-def told(scheduler: FakeScheduler) -> list[tuple[int, ...]]:
-    """Return what is told of forwards, with their milliseconds, which end with a timed one."""
-    (report,) = scheduler.sent
-    scheduler.sent.clear()
-    return [(*forward[:4], round(1000 * forward.seconds)) for forward in report.forwards]
 
 
 def test_forwards_take_from_result_to_result(scheduler: FakeScheduler, device: Device) -> None:
@@ -275,14 +256,14 @@ def test_forwards_take_from_result_to_result(scheduler: FakeScheduler, device: D
         (decodes(102, 202), 10),
         (prefills((0, 40), timed=True), 20),
     ]
-    # As under the overlap schedule, the next one is launched before a result is processed.
+    # The overlap schedule launches the next forward before it processes a result.
     before: Any = None
     for batch, milliseconds in [*batches, (None, 0)]:
         result = None if batch is None else device.run(batch, milliseconds)
         if before is not None:
             device.process(*before)
         before = batch, result
-    assert told(scheduler) == [
+    assert device.told() == [
         (2, 300, 0, 0, 10),
         (0, 0, 70, 2000, 15),
         (2, 302, 30, 2100, 12),
@@ -292,71 +273,69 @@ def test_forwards_take_from_result_to_result(scheduler: FakeScheduler, device: D
     assert scheduler.flashmoa.timer.seconds == pytest.approx(0.02)
 
 
-def test_idle_time_counts_for_no_forward(scheduler: FakeScheduler, device: Device) -> None:
+def test_idle_time_counts_for_no_forward(device: Device) -> None:
     for timed in (False, True):
         device.clock.now += 500
-        batch = prefills((0, 40), timed=timed)
-        device.process(batch, device.run(batch, 20))
-    assert told(scheduler) == [(0, 0, 40, 0, 20)] * 2
+        device.compute(prefills((0, 40), timed=timed), milliseconds=20)
+    assert device.told() == [(0, 0, 40, 0, 20)] * 2
 
 
-def test_a_forward_of_unknown_start_is_not_told(scheduler: FakeScheduler, device: Device) -> None:
-    """The scheduler looked late at the result before it, but not at its own."""
-    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
-    results = [device.run(first, 10), device.run(second, 10)]
-    device.clock.now += 13
-    device.process(first, results[0])
-    device.process(second, results[1])
-    device.process(last, device.run(last, 20))
-    assert [forward[1] for forward in told(scheduler)] == [100, 0]
+@pytest.mark.parametrize(
+    ("forwards", "waits", "told"),
+    [
+        # The scheduler looks late at the first result, but not at the second: its start is unknown.
+        (10, (13, 0), [(100, 15), (0, 20)]),
+        # The scheduler itself is late: its steps are told.
+        (1, (13, 8), [(100, 15), (101, 10), (0, 20)]),
+    ],
+)
+def test_late_schedulers_tell_known_times(
+    device: Device, forwards: int, waits: tuple[int, int], told: list[tuple[int, int]]
+) -> None:
+    batches = decodes(100), decodes(101)
+    results = [device.run(batch, forwards) for batch in batches]
+    for batch, result, wait in zip(batches, results, waits, strict=True):
+        device.clock.now += wait
+        device.process(batch, result)
+    device.compute(prefills((0, 40), timed=True), milliseconds=20)
+    assert [(kv, took) for _, kv, _, _, took in device.told()] == told
 
 
-def test_a_late_scheduler_tells_its_steps(scheduler: FakeScheduler, device: Device) -> None:
-    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
-    results = [device.run(first, 1), device.run(second, 1)]
-    device.clock.now += 13
-    device.process(first, results[0])
-    device.clock.now += 8
-    device.process(second, results[1])
-    device.process(last, device.run(last, 20))
-    assert [forward[-1] for forward in told(scheduler)][:2] == [15, 10]
-
-
-def test_a_cpu_computes_while_it_launches(scheduler: FakeScheduler, device: Device) -> None:
+def test_a_cpu_computes_while_it_launches(device: Device) -> None:
     device.launching = 30
     batches = [decodes(100), prefills((0, 40), timed=True)]
     results = [device.run(batch, 0) for batch in batches]
     for batch, result in zip(batches, results, strict=True):
         result.copy_done = torch.cpu.Event()
         device.process(batch, result)
-    assert [forward[-1] for forward in told(scheduler)] == [30, 30]
+    assert [forward[-1] for forward in device.told()] == [30, 30]
 
 
-def test_without_overlap_a_launch_begins_it(scheduler: FakeScheduler, device: Device) -> None:
+def test_without_overlap_a_launch_begins_it(device: Device) -> None:
     batch = prefills((0, 40), timed=True)
     result = device.run(batch, 20)
     result.copy_done = None
     device.process(batch, result, output=19)
-    assert told(scheduler) == [(0, 0, 40, 0, 20)]
+    assert device.told() == [(0, 0, 40, 0, 20)]
 
 
 def test_pipeline_stages_tell_lone_forwards(
     scheduler: FakeScheduler, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They make new results, and others' microbatches are between two of them."""
+    """They make new results, and other stages' microbatches run between two of their own."""
     monkeypatch.setattr(scheduler.flashmoa.timer, "_has_stages", True)
-    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
-    results = [device.run(first, 10), device.run(second, 10)]
-    for batch, result in zip((first, second), results, strict=True):
+    batches = decodes(100), decodes(101)
+    results = [device.run(batch, 10) for batch in batches]
+    for batch, result in zip(batches, results, strict=True):
         device.process(batch, SimpleNamespace(copy_done=result.copy_done))
     device.clock.now += 50
-    device.process(last, device.run(last, 20))
-    assert [forward[1] for forward in told(scheduler)] == [100, 0]
+    device.compute(prefills((0, 40), timed=True), milliseconds=20)
+    assert [forward[1] for forward in device.told()] == [100, 0]
 
 
 def test_atypical_forwards_are_not_described(scheduler: FakeScheduler) -> None:
     nothing = (0, 0, 0, 0, 0.0)
-    # Of many short prompts, each takes as long as all their tokens.
+    # A batch of many short prompts takes the time of all tokens.
     assert timer.describe(scheduler, prefills((0, 1), (0, 1))) == nothing
     assert timer.describe(scheduler, prefills((0, 1)))[2] == 1
     held_up = decodes(100)
@@ -368,9 +347,8 @@ def test_atypical_forwards_are_not_described(scheduler: FakeScheduler) -> None:
 
 def test_known_costs_need_no_times(scheduler: FakeScheduler, device: Device) -> None:
     scheduler.flashmoa.costs = COSTS
-    for batch in (decodes(100), prefills((0, 40), timed=True)):
-        device.process(batch, device.run(batch, 10))
-    assert not told(scheduler)
+    device.compute(decodes(100), prefills((0, 40), timed=True))
+    assert not device.told()
     assert scheduler.flashmoa.timer.seconds == pytest.approx(0.01)
 
 
@@ -383,33 +361,21 @@ def test_layers_of_a_timed_forward_are_told(
     monkeypatch.setattr(asyncep, "own_offloader", lambda: offloader)
     timed = decodes(100)
     timed.reqs[0].flashmoa.mark = RequestMark(timed=True)
-    for batch in (decodes(100), prefills((0, 30)), prefills((0, 40), timed=True), timed):
-        device.process(batch, device.run(batch, 10))
+    device.compute(decodes(100), prefills((0, 30)), prefills((0, 40), timed=True), timed)
     assert asked == [40]
     assert [report.layers for report in scheduler.sent] == [layers]
-    # A layer that also decodes computes for longer than for these tokens alone.
-    mixed = prefills((0, 50), kv=[100], timed=True)
-    device.process(mixed, device.run(mixed, 10))
+    # Decodes lengthen the computing time of a layer.
+    device.compute(prefills((0, 50), kv=[100], timed=True))
     assert asked == [40] and scheduler.sent[1].layers is None
 
 
-@dataclass
-class Decode:
-    """A request that decodes, whose last token is in its output if its ``result`` was processed."""
-
-    return_logprob: bool = False
-    result: bool = True
-    prompt: int = 40
-    tokens: int = 5
-
-    @property
-    def length(self) -> int:
-        """The length of its sequence in the forward that computes its last token."""
-        return self.prompt + self.tokens
+def decode(prompt: int = 40, *, logprob: bool = False, result: bool = True) -> Any:
+    """Make a request that decodes its fifth token, which is known if a ``result`` was processed."""
+    return SimpleNamespace(return_logprob=logprob, result=result, length=prompt + 5)
 
 
-def mixed(*decodes: Decode, speculative: bool = False) -> Any:
-    """Mix decodes with a prefill of 30 tokens behind 70 cached ones; return the batch."""
+def mixed(*reqs: Any, speculative: bool = False) -> Any:
+    """Mix decodes with a prefill of 30 tokens behind 70 cached ones. Return the batch."""
 
     def original(batch: Any, running: Any) -> None:
         batch.return_logprob = running.return_logprob
@@ -418,7 +384,6 @@ def mixed(*decodes: Decode, speculative: bool = False) -> Any:
         # As SGLang 0.5.12 does under the overlap schedule.
         batch.prefix_lens += [req.length - (not req.result) for req in running.reqs]
 
-    reqs = [*decodes]
     batch = SimpleNamespace(
         reqs=[SimpleNamespace(return_logprob=False), *reqs],
         extend_lens=[30],
@@ -427,37 +392,31 @@ def mixed(*decodes: Decode, speculative: bool = False) -> Any:
         spec_algorithm=SimpleNamespace(is_none=lambda: not speculative),
     )
     lengths = None if speculative else torch.tensor([req.length for req in reqs])
-    running = SimpleNamespace(reqs=reqs, return_logprob=False, seq_lens_cpu=lengths)
+    running = SimpleNamespace(reqs=[*reqs], return_logprob=False, seq_lens_cpu=lengths)
     results.mix(original, batch, running)
     return batch
 
 
 def test_mixed_decodes_return_output_logprobs() -> None:
-    batch = mixed(Decode(), Decode(return_logprob=True))
+    batch = mixed(decode(), decode(logprob=True))
     assert batch.return_logprob and batch.extend_logprob_start_lens == [30, 1, 1]
-    assert not mixed(Decode(), Decode()).return_logprob
+    assert not mixed(decode(), decode()).return_logprob
 
 
-@pytest.mark.parametrize(
-    ("speculative", "positions"), [(False, [70, 24, 64]), (True, [70, 24, 65])]
-)
-def test_mixed_decodes_are_at_their_ends(*, speculative: bool, positions: list[int]) -> None:
+@pytest.mark.parametrize(("speculative", "places"), [(False, [70, 24, 64]), (True, [70, 24, 65])])
+def test_mixed_decodes_are_at_their_ends(*, speculative: bool, places: list[int]) -> None:
     """Also if the last token is not known yet. Speculative decoding is left to SGLang."""
-    first, second = Decode(result=False, prompt=20), Decode(result=True, prompt=60)
-    assert mixed(first, second, speculative=speculative).prefix_lens == positions
+    batch = mixed(decode(20, result=False), decode(60), speculative=speculative)
+    assert batch.prefix_lens == places
 
 
 @pytest.fixture
 def attached() -> FakeScheduler:
-    """A scheduler to which the plugin's state has been attached as it is when SGLang starts."""
+    """A scheduler with the plugin's state, attached as at SGLang's start."""
     made: Any = FakeScheduler()
     made._request_dispatcher = SimpleNamespace(_mapping={})
     state.attach(None, made)
     return made
-
-
-def receive(scheduler: Any, message: Any) -> None:
-    scheduler._request_dispatcher._mapping[type(message)](message)
 
 
 def test_a_final_request_ends_increments(attached: FakeScheduler) -> None:
@@ -475,7 +434,7 @@ def test_a_final_request_ends_increments(attached: FakeScheduler) -> None:
 def test_flushed_streams_are_prefilled_again(attached: FakeScheduler, flushed: bool) -> None:
     attached.open_stream("a", 50)
     for increment in attached.streams.make(100, 100, 16):
-        attached.flashmoa.pins.replace("a", Pin(None, None))
+        attached.flashmoa.pins.replace("a", PIN)
         attached.streams.settle(increment)
     assert state.flush_cache(lambda _: flushed, attached) is flushed
     assert len(attached.flashmoa.pins) == (0 if flushed else 1)
@@ -489,15 +448,12 @@ def test_flushed_streams_are_prefilled_again(attached: FakeScheduler, flushed: b
     ("waits_for", "together", "tokens"), [(None, False, None), (500, False, 500), (500, True, None)]
 )
 def test_measured_costs_and_saturation_are_used(
-    attached: FakeScheduler,
-    costs: Costs | None,
-    waits_for: int | None,
-    together: bool,
-    tokens: int | None,
+    attached: Any, costs: Costs | None, waits_for: int | None, together: bool, tokens: int | None
 ) -> None:
-    """No rank of those that step together waits on its own."""
+    """A rank that steps together with other ranks does not wait on its own."""
     attached.require_mlp_sync = together
-    receive(attached, MeasuredCosts(costs, waits_for))
+    message = MeasuredCosts(costs, waits_for)
+    attached._request_dispatcher._mapping[MeasuredCosts](message)
     assert attached.flashmoa.costs is (costs or UNMEASURED)
     assert getattr(attached.flashmoa.saturation_gate, "tokens", None) == tokens
 
@@ -521,16 +477,12 @@ def test_the_table_has_rows_for_increments(table: type[ReqToTokenPool], rows: in
 
 
 def test_counts_are_reported_by_their_growth(attached: FakeScheduler) -> None:
-    own = attached.flashmoa
+    own, told = attached.flashmoa, StreamProgress((("a", 5, 5, 0.1),))
     own.report_counts(attached)
     assert attached.sent == []
     own.duplicates_avoided = 30
     own.report_counts(attached)
     own.duplicates_avoided, own.pins.gave_way = 50, 2
-    own.streams._progress.append(("a", 5, 5, 0.1))
+    own.streams._progress.append(*told.increments)
     own.report_counts(attached)
-    assert attached.sent == [
-        CountUpdate(30, 0),
-        StreamProgress((("a", 5, 5, 0.1),)),
-        CountUpdate(20, 2),
-    ]
+    assert attached.sent == [CountUpdate(30, 0), told, CountUpdate(20, 2)]

@@ -1,4 +1,4 @@
-"""``SchedulerStreams`` with what happens to streams in any order, on two ranks."""
+"""``SchedulerStreams`` on two ranks, with messages and steps in any order."""
 
 from __future__ import annotations
 
@@ -14,28 +14,21 @@ from flashmoa_sglang.scheduler.request import state_of
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine as Machine
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from tests.unit.plugin.scheduler.fake_scheduler import FakeScheduler, Tree, new_tokens, opening
+from tests.unit.plugin.scheduler.fakes import MANY, FakeScheduler, Tree, new_tokens, opening
 
-MANY = 1 << 20
 IDS = st.sampled_from("abcd")
-# Few different ones, so that many prompts begin alike.
+# Few different tokens, so that many prompts begin alike.
 TOKENS = st.lists(st.integers(0, 1), max_size=20)
 
 
 @dataclass
 class Known:
-    """What a stream is known to be; ``prefilled`` is a number of tokens.
+    """The expected state of a stream.
 
-    ``kept``: how many tokens of the increment that runs, if any, are still those of the stream.
+    ``prefilled``, ``kept``: number of tokens with KV, and of valid tokens of a running increment.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -45,6 +38,10 @@ class Known:
     prefilled: int = 0
     kept: int = 0
     increments: list[Any] = field(default_factory=list)
+
+    @property
+    def waits(self) -> bool:
+        return self.opened and not (self.claimed or self.closed)
 
 
 class Pages(Tree):
@@ -59,7 +56,7 @@ class Pages(Tree):
         return pin, max(0, same - self.beyond) // self.page * self.page
 
 
-class Ranks(RuleBasedStateMachine):
+class Ranks(Machine):
     """Two tensor-parallel ranks that get the same messages in the same steps."""
 
     @initialize(page=st.sampled_from([1, 4]), eagle=st.booleans())
@@ -69,9 +66,9 @@ class Ranks(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.page_size = page
             rank.tree_cache = rank.flashmoa.pins._tree_cache = Pages(page, self.beyond)
-        # In the order in which their first messages came.
+        # In the order of their first messages.
         self.known: dict[str, Known] = {}
-        # The increments that run, of both ranks, and whether their KV has been published.
+        # The running increments of both ranks, and whether their KV has been published.
         self.running: list[tuple[list[Any], bool]] = []
         for id_ in "ab":
             self.open(id_, [], [0, 1] * 10)
@@ -106,7 +103,7 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(id_=IDS, before=TOKENS, after=TOKENS)
     def open(self, id_: str, before: list[int], after: list[int]) -> None:
-        """Open a stream, of whose first tokens some come before its request."""
+        """Open a stream. Some of its tokens come ``before`` its request."""
         if id_ in self.known and self.known[id_].opened:
             return
         self.extend(id_, before, grows=False)
@@ -129,7 +126,7 @@ class Ranks(RuleBasedStateMachine):
         self.read_matches()
 
     def read_matches(self) -> None:
-        """Note how far streams are prefilled, of which other requests have computed more."""
+        """Note the streams' tokens that other requests have computed."""
         for streams in self.streams():
             streams.report()
         sent = [[m for m in rank.sent if isinstance(m, StreamProgress)] for rank in self.ranks]
@@ -150,14 +147,7 @@ class Ranks(RuleBasedStateMachine):
         before=st.sampled_from([None, 0.0, 500.0, inf]),
         joins=st.sampled_from([None, True, False]),
     )
-    def make(
-        self,
-        tokens: int,
-        room: int,
-        most: int,
-        before: float | None,
-        joins: bool | None,
-    ) -> None:
+    def make(self, tokens: int, room: int, most: int, before: Any, joins: bool | None) -> None:
         """Make increments, which join the next batch, or do not, or stay in the queue for now."""
         made = [streams.make(tokens, room, most, before=before) for streams in self.streams()]
         before_matches = {id_: known.prefilled for id_, known in self.known.items()}
@@ -179,8 +169,7 @@ class Ranks(RuleBasedStateMachine):
         assert first == second
         for pair in zip(*made, strict=True):
             known, tokens = self.of(pair[0]), pair[0].origin_input_ids
-            assert known.opened and not (known.claimed or known.closed)
-            assert known.increments == []
+            assert known.waits and known.increments == []
             assert len(tokens) == self.pages(len(tokens)) + self.beyond
             assert tokens == known.tokens[: len(tokens)]
             assert self.pages(len(tokens)) > known.prefilled
@@ -203,12 +192,17 @@ class Ranks(RuleBasedStateMachine):
             return
         for streams, req in zip(self.streams(), pair, strict=True):
             (streams.settle if joins else streams.discard)(req)
-        self.of(pair[0]).increments.clear()
         if joins:
-            self.of(pair[0]).prefilled = self.pages(self.of(pair[0]).kept)
+            self.publish(pair)
             self.running[position] = (pair, True)
         else:
+            self.of(pair[0]).increments.clear()
             del self.running[position]
+
+    def publish(self, pair: list[Any]) -> None:
+        known = self.of(pair[0])
+        known.increments.clear()
+        known.prefilled = self.pages(known.kept)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -217,8 +211,7 @@ class Ranks(RuleBasedStateMachine):
         for streams, req in zip(self.streams(), pair, strict=True):
             streams.finish(req, 0.1)
         if not published:
-            self.of(pair[0]).increments.clear()
-            self.of(pair[0]).prefilled = self.pages(self.of(pair[0]).kept)
+            self.publish(pair)
 
     @rule(id_=IDS, claimed=st.booleans())
     def claim(self, id_: str, claimed: bool) -> None:
@@ -254,21 +247,21 @@ class Ranks(RuleBasedStateMachine):
         waiting = [
             new
             for known in self.known.values()
-            if known.opened
-            and not (known.claimed or known.closed or known.increments)
+            if known.waits
+            and not known.increments
             and (new := self.pages(len(known.tokens)) - known.prefilled)
         ]
         assert [streams.leading_tokens(None)[0] for streams in self.streams()] == [sum(waiting)] * 2
 
     def teardown(self) -> None:
-        """Complete what is still open."""
+        """Complete the open streams."""
         if not hasattr(self, "known"):
             return
         made = [streams.make(MANY, MANY, 16) for streams in self.streams()]
         self.read_matches()
         self.note(made)
         for known in self.known.values():
-            if known.opened and not (known.claimed or known.closed):
+            if known.waits:
                 assert known.increments or self.pages(len(known.tokens)) == known.prefilled
 
 

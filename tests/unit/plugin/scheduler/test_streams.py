@@ -11,7 +11,7 @@ from flashmoa_sglang.scheduler import streams as module
 from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin
 
-from tests.unit.plugin.scheduler.fake_scheduler import (
+from tests.unit.plugin.scheduler.fakes import (
     FakeScheduler,
     make_increments,
     new_tokens,
@@ -22,14 +22,41 @@ from tests.unit.plugin.scheduler.fake_scheduler import (
 pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
 
 
+def tell(scheduler: FakeScheduler, stream: str, tokens: range, kept: int | None = None) -> None:
+    """Append tokens to a stream, which keeps its first ``kept`` tokens."""
+    message = new_tokens(stream, tokens)
+    back = () if kept is None else ((stream, kept),)
+    scheduler.streams.extend(StreamTokens(message.tokens, kept=back))
+
+
+def reported(scheduler: FakeScheduler) -> list[Any]:
+    """Return the increments of all reports so far."""
+    return [one.increments for one in scheduler.sent if isinstance(one, StreamProgress)]
+
+
+def reports(scheduler: FakeScheduler) -> list[Any]:
+    """Report, and return the increments of all reports so far."""
+    scheduler.streams.report()
+    return reported(scheduler)
+
+
 def test_a_refused_stream_gets_no_increments(scheduler: FakeScheduler) -> None:
     scheduler.refused.add("a")
-    other = request(10, 5)
-    scheduler.waiting_queue = [other]
+    scheduler.waiting_queue = [other] = [request(10, 5)]
     scheduler.open_stream("a", 100)
     # SGLang has told the HTTP process itself.
     assert scheduler.sent == [] and scheduler.waiting_queue == [other]
     assert not scheduler.streams.can_prefill_more() and not make_increments(scheduler)
+
+
+def test_increments_do_not_wait_in_the_queue(scheduler: FakeScheduler) -> None:
+    waiting = [request(10, 5), request(20, 5)]
+    scheduler.waiting_queue = [*waiting]
+    # SGLang refuses requests that would wait behind them.
+    scheduler.max_queued = 2
+    for stream in "ab":
+        scheduler.open_stream(stream, 30)
+    assert list(make_increments(scheduler)) == ["a", "b"] and scheduler.waiting_queue == waiting
 
 
 def test_a_refused_increment_leaves_others(scheduler: FakeScheduler) -> None:
@@ -39,34 +66,20 @@ def test_a_refused_increment_leaves_others(scheduler: FakeScheduler) -> None:
     assert list(make_increments(scheduler)) == ["b"]
 
 
-def test_increments_do_not_wait_in_the_queue(scheduler: FakeScheduler) -> None:
-    waiting = [request(10, 5), request(20, 5)]
-    scheduler.waiting_queue = [*waiting]
-    # SGLang refuses requests that would wait behind them.
-    scheduler.max_queued = 2
-    scheduler.open_stream("a", 100)
-    assert list(make_increments(scheduler)) == ["a"] and scheduler.waiting_queue == waiting
-
-
 def test_taken_back_tokens_do_not_count(scheduler: FakeScheduler) -> None:
     scheduler.open_stream("a", 100)
     first = make_increments(scheduler)["a"]
     scheduler.streams.settle(first)
-    message = new_tokens("a", range(200, 230))
-    scheduler.streams.extend(StreamTokens(message.tokens, kept=(("a", 60),)))
+    tell(scheduler, "a", range(200, 230), kept=60)
     scheduler.streams.finish(first, 0.5)
-    scheduler.streams.report()
-    (report,) = [one for one in scheduler.sent if isinstance(one, StreamProgress)]
-    assert report.increments == (("a", 60, 60, 0.5),)
+    assert reports(scheduler) == [(("a", 60, 60, 0.5),)]
     second = make_increments(scheduler)["a"]
     assert second.origin_input_ids == [*range(60), *range(200, 230)]
-    # Of one that is still running when tokens are taken back, the others count.
-    message = new_tokens("a", range(300, 310))
-    scheduler.streams.extend(StreamTokens(message.tokens, kept=(("a", 70),)))
+    # Tokens are taken back while their increment runs. Its other tokens count.
+    tell(scheduler, "a", range(300, 310), kept=70)
     assert make_increments(scheduler) == {}
     scheduler.streams.finish(second, 0.5)
-    scheduler.streams.report()
-    assert scheduler.sent[-1].increments == (("a", 70, 70, 0.5),)
+    assert reports(scheduler)[1:] == [(("a", 70, 70, 0.5),)]
     third = make_increments(scheduler)["a"]
     assert third.origin_input_ids == [*range(60), *range(200, 210), *range(300, 310)]
 
@@ -78,7 +91,7 @@ def test_an_ended_stream_is_forgotten(scheduler: FakeScheduler) -> None:
     assert scheduler.tree_cache.locks == 1
     scheduler.streams.end("a")
     assert len(scheduler.streams) == 0 and scheduler.tree_cache.locks == 0
-    # What comes later does not open it again.
+    # Later messages do not open it again.
     scheduler.streams.settle(increment)
     scheduler.streams.extend(new_tokens("a", range(100, 150), ended=True))
     scheduler.streams.open("a", opening("a"), scheduler.make_request)
@@ -90,28 +103,22 @@ def test_an_ended_stream_is_forgotten(scheduler: FakeScheduler) -> None:
 def test_a_refused_final_request_frees_its_stream(scheduler: FakeScheduler) -> None:
     scheduler.open_stream("a", 100)
     scheduler.streams.claim("a")
-    scheduler.streams.extend(new_tokens("a", range(100, 150)))
+    tell(scheduler, "a", range(100, 150))
     assert not scheduler.streams.can_prefill_more()
     scheduler.streams.extend(StreamTokens((), unclaimed=("a", "ended")))
     assert make_increments(scheduler)["a"].origin_input_ids == [*range(150)]
-
-
-def test_other_ranks_streams_do_not_count(scheduler: FakeScheduler) -> None:
-    """Every rank gets all tokens, but only one of them the request that opens the stream."""
-    scheduler.open_stream("a", 100)
-    scheduler.streams.extend(new_tokens("b", range(100)))
+    # Every rank gets all tokens, but only one rank the request that opens the stream.
+    tell(scheduler, "b", range(100))
     assert len(scheduler.streams) == 1
 
 
 def test_lost_kv_is_reported_once(scheduler: FakeScheduler) -> None:
     scheduler.open_stream("a", 100)
     scheduler.streams.finish(make_increments(scheduler)["a"], 0.5)
-    scheduler.streams.report()
-    for _ in range(2):
+    for _ in range(3):
+        found = reports(scheduler)
         scheduler.streams.lose("a")
-        scheduler.streams.report()
-    reports = [one.increments for one in scheduler.sent if isinstance(one, StreamProgress)]
-    assert reports == [(("a", 100, 100, 0.5),), (("a", 0, 0, 0.0),)]
+    assert found == [(("a", 100, 100, 0.5),), (("a", 0, 0, 0.0),)]
 
 
 def test_missing_room_is_reported_once(
@@ -132,31 +139,26 @@ def test_missing_room_is_reported_once(
 
 def test_each_increment_is_reported_once(scheduler: FakeScheduler) -> None:
     scheduler.open_stream("a", 100)
-    scheduler.sent.clear()
-    scheduler.streams.report()
-    assert scheduler.sent == []
+    assert reports(scheduler) == []
     increment = make_increments(scheduler)["a"]
     increment.cached_tokens = 30
     scheduler.streams.settle(increment)
-    scheduler.streams.report()
-    assert scheduler.sent == []
+    assert reports(scheduler) == []
     scheduler.streams.finish(increment, 0.5)
     for _ in range(2):
-        scheduler.streams.report()
-    assert scheduler.sent == [StreamProgress((("a", 100, 70, 0.5),))]
+        assert reports(scheduler) == [(("a", 100, 70, 0.5),)]
 
 
-# What is taken from the radix tree that other requests have computed.
+# Tokens in the radix tree that other requests have computed.
 
 
 def test_cached_tokens_are_pinned(scheduler: FakeScheduler) -> None:
     scheduler.tree_cache.cached = [[*range(80), 7]]
     scheduler.open_stream("a", 100)
-    # With what is cached, 20 tokens are enough.
+    # 80 tokens are cached, so that 20 new tokens are enough.
     assert len(make_increments(scheduler, tokens=20)["a"].origin_input_ids) == 100
     assert scheduler.tree_cache.locks == 1 and "a" in scheduler.flashmoa.pins
-    scheduler.streams.report()
-    assert scheduler.sent[-1] == StreamProgress((("a", 80, 0, 0.0),))
+    assert reports(scheduler)[-1] == (("a", 80, 0, 0.0),)
 
 
 def test_replacing_streams_are_matched(scheduler: FakeScheduler) -> None:
@@ -171,10 +173,10 @@ def test_small_growth_is_not_matched(scheduler: FakeScheduler) -> None:
     scheduler.open_stream("a", 100)
     scheduler.streams.settle(make_increments(scheduler)["a"])
     scheduler.tree_cache.cached = [[*range(1000)]]
-    scheduler.streams.extend(new_tokens("a", range(100, 150)))
+    tell(scheduler, "a", range(100, 150))
     scheduler.streams.settle(make_increments(scheduler)["a"])
     assert scheduler.tree_cache.locks == 0
-    scheduler.streams.extend(new_tokens("a", range(150, 300)))
+    tell(scheduler, "a", range(150, 300))
     assert not make_increments(scheduler)
     assert scheduler.tree_cache.locks == 1
 
@@ -185,10 +187,9 @@ def test_complete_pins_are_not_matched(scheduler: FakeScheduler, children: dict[
     scheduler.streams.settle(make_increments(scheduler)["a"])
     scheduler.flashmoa.pins.replace("a", Pin(SimpleNamespace(children=children), None))
     scheduler.tree_cache.cached = [[*range(200)]]
-    scheduler.streams.extend(new_tokens("a", range(100, 300)))
+    tell(scheduler, "a", range(100, 300))
     make_increments(scheduler)
-    scheduler.streams.report()
-    assert (StreamProgress((("a", 200, 0, 0.0),)) in scheduler.sent) == bool(children)
+    assert ((("a", 200, 0, 0.0),) in reports(scheduler)) == bool(children)
 
 
 @pytest.fixture
@@ -199,60 +200,35 @@ def busy(scheduler: FakeScheduler) -> FakeScheduler:
     return scheduler
 
 
-def build_nothing(scheduler: FakeScheduler) -> None:
-    """Run a step in which nothing joins the batch."""
-
-    def build(scheduler: FakeScheduler) -> Any:
-        return None, scheduler.running
-
-    next_prefill_batch(build, scheduler)
+def pinned(busy: FakeScheduler, streams: str = "abc") -> str:
+    """Run a step that builds no batch. Return which streams are pinned."""
+    next_prefill_batch(lambda scheduler: (None, scheduler.running), busy)
+    return "".join(stream for stream in streams if stream in busy.flashmoa.pins)
 
 
-@pytest.mark.usefixtures("busy")
-def test_a_new_streams_cache_is_pinned_once(scheduler: FakeScheduler) -> None:
-    scheduler.open_stream("a", 400, grows=False)
-    for _ in range(2):  # It is looked for, and reported, only once.
-        build_nothing(scheduler)
-        (told,) = [one for one in scheduler.sent if isinstance(one, StreamProgress)]
-        assert told.increments == (("a", 300, 0, 0.0),)
-        assert "a" in scheduler.flashmoa.pins and scheduler.tree_cache.locks == 1
-        assert scheduler.streams.leading_tokens(None)[0] == 100
+def test_a_new_streams_cache_is_pinned_once(busy: FakeScheduler) -> None:
+    """Also without room in the pool."""
+    busy.tree_cache.free = 0
+    busy.open_stream("a", 400, grows=False)
+    for _ in range(2):
+        assert pinned(busy) == "a" and busy.tree_cache.locks == 1
+        assert reported(busy) == [(("a", 300, 0, 0.0),)]
+        assert busy.streams.leading_tokens(None)[0] == 100
+    busy.flashmoa.pins.give_way()
+    assert pinned(busy) == "" and busy.streams.leading_tokens(None)[0] == 400
 
 
-@pytest.mark.usefixtures("busy")
-def test_a_stream_is_matched_once_it_has_tokens(scheduler: FakeScheduler) -> None:
-    scheduler.streams.open("a", opening("a"), scheduler.make_request)
-    scheduler.open_stream("b", 100, grows=False)
-    build_nothing(scheduler)
-    assert "a" not in scheduler.flashmoa.pins and "b" in scheduler.flashmoa.pins
-    scheduler.streams.extend(new_tokens("a", range(200), grows=False))
-    build_nothing(scheduler)
-    assert "a" in scheduler.flashmoa.pins
+def test_a_stream_is_matched_once_it_has_tokens(busy: FakeScheduler) -> None:
+    busy.streams.open("a", opening("a"), busy.make_request)
+    busy.open_stream("b", 100, grows=False)
+    assert pinned(busy) == "b"
+    busy.streams.extend(new_tokens("a", range(200), grows=False))
+    assert pinned(busy) == "ab"
 
 
-@pytest.mark.usefixtures("busy")
-def test_a_stream_that_ended_is_not_pinned(scheduler: FakeScheduler) -> None:
-    for stream in "ab":
-        scheduler.open_stream(stream, 400, grows=False)
-    scheduler.streams.end("a")
-    scheduler.streams.claim("b")
-    scheduler.open_stream("c", 400, grows=False)
-    build_nothing(scheduler)
-    assert [stream for stream in "abc" if stream in scheduler.flashmoa.pins] == ["c"]
-
-
-@pytest.mark.usefixtures("busy")
-def test_cached_tokens_are_pinned_without_room(scheduler: FakeScheduler) -> None:
-    scheduler.tree_cache.free = 0
-    scheduler.open_stream("a", 400, grows=False)
-    build_nothing(scheduler)
-    assert "a" in scheduler.flashmoa.pins and scheduler.streams.leading_tokens(None)[0] == 100
-
-
-@pytest.mark.usefixtures("busy")
-def test_a_stream_that_gave_way_is_not_matched(scheduler: FakeScheduler) -> None:
-    scheduler.open_stream("a", 400, grows=False)
-    build_nothing(scheduler)
-    scheduler.flashmoa.pins.give_way()
-    build_nothing(scheduler)
-    assert not scheduler.flashmoa.pins and scheduler.streams.leading_tokens(None)[0] == 400
+def test_a_stream_that_ended_is_not_pinned(busy: FakeScheduler) -> None:
+    for stream in "abc":
+        busy.open_stream(stream, 400, grows=False)
+    busy.streams.end("a")
+    busy.streams.claim("b")
+    assert pinned(busy) == "c"

@@ -14,24 +14,9 @@ from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.sglang.options import Options
 
 from tests.conftest import ROOT
-from tests.unit.plugin.scheduler.virtual_time.engine import (
-    TO_CLIENT,
-    TO_SCHEDULER,
-    Setting,
-    measured_costs,
-    overlapping_release,
-    tables,
-)
-from tests.unit.plugin.scheduler.virtual_time.workloads import (
-    Beside,
-    Chains,
-    FanIn,
-    Strangers,
-    Workload,
-    best_of_stock,
-    linked,
-    play,
-)
+from tests.unit.plugin.scheduler.virtual_time import engine, workloads
+from tests.unit.plugin.scheduler.virtual_time.engine import Setting, tables
+from tests.unit.plugin.scheduler.virtual_time.workloads import best_of_stock, linked, play
 
 RESULTS = ROOT / "docs" / "results" / "modelled"
 A100_32B = ("a100_sxm", "Qwen/Qwen3-32B")
@@ -41,25 +26,25 @@ L40S_8B = ("l40s", "Qwen/Qwen3-8B")
 # A mixture of experts: a few more tokens in a step read many more weights.
 H100_EXPERTS = ("h100_sxm", "Qwen/Qwen3-30B-A3B")
 CPU = ("cpu", "")
-# Three kinds of workflows, each with three agents: short, longer and long.
+# Three kinds of chains, each with three agents: short, longer and long.
 KINDS = (
-    ((640, 80), (1040, 40), (680, 80)),
-    ((1440, 160), (2080, 80), (2640, 120)),
-    ((2080, 320), (4160, 160), (2720, 240)),
+    (((640, 80),), ((1040, 40),), ((680, 80),)),
+    (((1440, 160),), ((2080, 80),), ((2640, 120),)),
+    (((2080, 320),), ((4160, 160),), ((2720, 240),)),
 )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def without_sglang(fake_release: None) -> Generator[None]:
-    with overlapping_release():
+    with engine.overlapping_release():
         yield
 
 
-def chains(row: str, apart: float = 0.5) -> Chains:
+def chains(row: str, apart: float = 0.5) -> workloads.Workflows:
     """Read ``COUNT:PROMPT/ANSWER:PROMPT/ANSWER``, as ``flashmoa bench shared-engine`` does."""
     count, *agents = row.split(":")
-    first, second = (tuple(map(int, agent.split("/"))) for agent in agents)
-    return Chains(int(count), ((first, second),), apart)  # type: ignore[arg-type]
+    layers: Any = [[tuple(map(int, agent.split("/")))] for agent in agents]
+    return workloads.Workflows(int(count), [layers], apart)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +72,10 @@ def test_an_answer_takes_a_prefill_and_its_decodes(setting: Setting) -> None:
     times = tables(*A100_32B)
     seconds = times.seconds(Forward(Prefills.of([(0, 1000)])))
     seconds += sum(times.seconds(Forward(decodes=1, context=1000 + n)) for n in range(1, 101))
-    figures = play(*A100_32B, Chains(1, (((1000, 101),),)), setting)
-    assert figures.latency == pytest.approx(TO_SCHEDULER + seconds + TO_CLIENT, rel=1e-3)
+    figures = play(*A100_32B, chains("1:1000/101"), setting)
+    assert figures.latency == pytest.approx(
+        engine.TO_SCHEDULER + seconds + engine.TO_CLIENT, rel=1e-3
+    )
 
 
 def test_time_is_virtual_and_the_same_each_time() -> None:
@@ -109,7 +96,7 @@ def test_time_is_virtual_and_the_same_each_time() -> None:
     ],
 )
 def test_linked_chains_beat_the_best_stock_engine(
-    gpu: tuple[str, str], workload: Workload, most: float
+    gpu: tuple[str, str], workload: workloads.Workload, most: float
 ) -> None:
     """Nobody says how long answers will be; to be told changes nothing."""
     untold, told = (play(*gpu, workload, linked(told=told)) for told in (False, True))
@@ -146,8 +133,10 @@ def test_streams_get_time_beside_any_decodes(
     setting = linked(told=False, running=decodes)
     if not measured:
         setting = replace(setting, costs=UNMEASURED)
-    with_text, without = (play(*gpu, Beside(decodes, text), setting) for text in (4000, 0))
-    token = measured_costs(tables(*gpu)).per_token_at_best
+    with_text, without = (
+        play(*gpu, workloads.Beside(decodes, text), setting) for text in (4000, 0)
+    )
+    token = engine.measured_costs(tables(*gpu)).per_token_at_best
     assert with_text.prefilled > min(3900, 0.04 * without.latency / token)
     if measured:
         assert with_text.latency < 1.15 * without.latency
@@ -161,7 +150,9 @@ def test_links_harm_little_if_mixing_costs_much(row: str) -> None:
 
 @pytest.mark.parametrize("gpu", [A100_32B, H200_32B, L40S_8B])
 def test_a_reader_begins_soon_after_the_last(gpu: tuple[str, str]) -> None:
-    workload = FanIn(4, (200, 250, 150, 300, 350, 180))
+    answers = (200, 250, 150, 300, 350, 180)
+    layers = [(1000, answer) for answer in answers], [(500 + sum(answers), 200)]
+    workload = workloads.Workflows(4, [layers], 2.0)
     figures, stock = play(*gpu, workload, linked(told=False)), best_of_stock(*gpu, workload)
     assert figures.latency < stock.latency
     assert figures.gap < 0.4 * stock.gap
@@ -170,14 +161,17 @@ def test_a_reader_begins_soon_after_the_last(gpu: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("gpu", "p99"), [(A100_32B, 1.01), (H200_32B, 0.65), (L40S_8B, 0.98)])
 def test_strangers_tokens_come_as_evenly(gpu: tuple[str, str], p99: float) -> None:
     """A median step may be a third longer, because tokens ride in it."""
-    figures, stock = play(*gpu, Strangers(), linked(told=False)), best_of_stock(*gpu, Strangers())
+    figures, stock = (
+        play(*gpu, workloads.Strangers(), linked(told=False)),
+        best_of_stock(*gpu, workloads.Strangers()),
+    )
     assert figures.p99 < p99 * stock.p99
     assert median(figures.between) < 1.36 * median(stock.between)
     assert figures.latency < stock.latency
 
 
 def test_shortest_job_first_shortens_workflows() -> None:
-    workload = Chains(12, KINDS, 0.0)
+    workload = workloads.Workflows(12, KINDS, 0.0)
     for gpu in (H200_32B, H200_8B):
         first, shortest = (
             play(*gpu, workload, linked(order, running=4)).latency for order in ("sglang", "sjf")
@@ -198,13 +192,13 @@ def test_fixed_sizes_are_nearly_as_good() -> None:
 def test_others_tokens_come_within_the_limit(gpu: tuple[str, str], times: float) -> None:
     limit = times * tables(*gpu).seconds(Forward(decodes=8, context=2000))
     options = Options(intra_turn="off", itl_ms=f"{1000 * limit:.1f}")
-    limited = play(*gpu, Strangers(), replace(linked(), options=options))
-    unlimited = play(*gpu, Strangers(), linked())
+    limited = play(*gpu, workloads.Strangers(), replace(linked(), options=options))
+    unlimited = play(*gpu, workloads.Strangers(), linked())
     assert max(limited.between) <= limit < max(unlimited.between)
 
 
 def test_a_limit_makes_no_queue_grow() -> None:
-    """In blocks that fit this limit, prompts would take three times as long as on stock SGLang."""
+    """Blocks within this limit would make prompts three times slower than stock SGLang."""
     limit = 1.1 * tables(*A100_32B).seconds(Forward(decodes=8, context=1500))
     options = Options(intra_turn="off", itl_ms=f"{1000 * limit:.1f}")
     workload = chains("16:1200/300:4000/200")

@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.scheduler import state
-from flashmoa_sglang.sglang.releases import (
-    RELEASE,
-    TESTED,
-    Release,
-    Release0512,
-    Release0521,
-    class_for,
-)
+from flashmoa_sglang.sglang import releases
+from flashmoa_sglang.sglang.releases import RELEASE, Release, Release0512, Release0521
 
-EACH = [class_for(release)() for release in TESTED]
+EACH = [releases.class_for(release)() for release in releases.TESTED]
+each_release = pytest.mark.parametrize("release", EACH)
 ON = SimpleNamespace(is_none=lambda: False)
 PREFILL = "prefill_attention_backend"
 
@@ -47,7 +42,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(pool: type = MHATokenToKVPool, graphs: str = "breakable", **given: Any) -> Any:
-    """Make a scheduler; what it is given are its own attributes, and SGLang's arguments."""
+    """Make a scheduler. ``given``: its own attributes, and SGLang's arguments."""
     own = {
         "token_to_kv_pool_allocator": SimpleNamespace(get_kvcache=pool),
         "chunked_prefill_size": 8192,
@@ -58,8 +53,8 @@ def engine(pool: type = MHATokenToKVPool, graphs: str = "breakable", **given: An
         "is_mixed_chunk": False,
         "enable_overlap": True,
     }
-    names = "attn_cp_size dllm_algorithm enable_hisparse enable_return_hidden_states "
-    names += "dsa_prefill_backend enable_encoder_swa_bounded_replay prefill_attention_backend "
+    names = "dllm_algorithm enable_hisparse enable_return_hidden_states dsa_prefill_backend "
+    names += "enable_encoder_swa_bounded_replay prefill_attention_backend "
     names += "enable_megamoe_for_layernorm_sp"
     arguments = dict.fromkeys(names.split()) | {
         "attn_cp_size": 1,
@@ -67,12 +62,12 @@ def engine(pool: type = MHATokenToKVPool, graphs: str = "breakable", **given: An
         "disaggregation_mode": "null",
         "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend=graphs)),
     }
-    arguments |= {name: value for name, value in given.items() if name not in own}
-    own |= {name: value for name, value in given.items() if name in own}
+    for name, value in given.items():
+        (own if name in own else arguments)[name] = value
     return SimpleNamespace(server_args=SimpleNamespace(**arguments), **own)
 
 
-@pytest.mark.parametrize("release", EACH)
+@each_release
 @pytest.mark.parametrize(
     "known", [{}, {"graphs": "disabled"}, {PREFILL: "flashinfer"}, {"attention_backend": "triton"}]
 )
@@ -80,7 +75,7 @@ def test_known_engines_mix(release: Release, known: dict[str, Any]) -> None:
     assert release.why_no_rides(engine(**known)) == ""
 
 
-@pytest.mark.parametrize("release", EACH)
+@each_release
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -103,7 +98,7 @@ def test_engines_say_why_they_do_not_mix(
     assert reason in release.why_no_rides(engine(**given))
 
 
-@pytest.mark.parametrize("release", EACH)
+@each_release
 def test_mixed_chunk_allows_unknown_pools(release: Release) -> None:
     given: dict[str, Any] = {"pool": DeepSeekV4TokenToKVPool, PREFILL: "aiter"}
     assert release.why_no_rides(engine(is_mixed_chunk=True, **given)) == ""
@@ -150,10 +145,8 @@ def test_mixed_batches_keep_states_as_listed(monkeypatch: pytest.MonkeyPatch) ->
         made.spec_algorithm = SpeculativeAlgorithm.NONE
         made.return_logprob = made.enable_overlap = False
         made.seq_lens_sum = made.extend_num_tokens = 0
-        for name in ("req_pool_indices", "seq_lens"):
-            setattr(made, name, torch.arange(rows))
-            setattr(made, f"{name}_cpu", torch.arange(rows))
-        for name in ("orig_seq_lens", "out_cache_loc", "input_ids"):
+        names = "req_pool_indices req_pool_indices_cpu seq_lens seq_lens_cpu orig_seq_lens "
+        for name in (names + "out_cache_loc input_ids").split():
             setattr(made, name, torch.arange(rows))
         made.prefix_lens, made.extend_lens, made.extend_logprob_start_lens = [], [], []
         return made
@@ -168,7 +161,7 @@ def test_mixed_batches_keep_states_as_listed(monkeypatch: pytest.MonkeyPatch) ->
     assert (prefill.mamba_track_indices is None) == RELEASE.LOSES_STATES
 
 
-@pytest.mark.parametrize("release", EACH)
+@each_release
 def test_kv_waits_for_results_on_prefill_engines(release: Release) -> None:
     assert release.why_late(engine()) == ""
     pair = {"disaggregation_mode": "prefill"}
@@ -192,7 +185,7 @@ def test_mixed_batches_reserve_pages() -> None:
     pool = SimpleNamespace(available_size=lambda: 1000, page_size=64)
     tree = SimpleNamespace(evictable_size=lambda: 0, supports_mamba=lambda: False)
     adder.token_to_kv_pool_allocator, adder.tree_cache = pool, tree
-    # SGLang has counted a token for each of them.
+    # SGLang has counted a token for each decode.
     if isinstance(RELEASE, Release0512):
         adder.rem_total_token_offset = adder.cur_rem_token_offset = 3
     else:
@@ -217,7 +210,7 @@ def test_unserved_engines_are_left_alone(
     state.attach(None, scheduler)
     assert vars(scheduler) == {"server_args": arguments}
     assert way in caplog.text
-    # The user wants something of it.
+    # An option shows that the user wants the plugin.
     monkeypatch.setenv("FLASHMOA_SCHEDULE", "sjf")
     with pytest.raises(SystemExit, match=way):
         state.attach(None, scheduler)

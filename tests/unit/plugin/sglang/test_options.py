@@ -47,37 +47,22 @@ def test_arguments_go_to_the_environment(parser: argparse.ArgumentParser) -> Non
     assert Options.from_environment() == Options(schedule="sjf", itl_budget=1.5)
 
 
+INVALID = """
+schedule=fifo intra-turn=on itl-budget=0 itl-budget=much itl-ms=0 itl-ms=40,high=20 itl-ms=40,,5=20
+itl-ms=nan asyncep=nvlink asyncep-slots=0 asyncep-replica=2/2 asyncep-replica=-1/2 asyncep-replica=1
+asyncep-on-device=1 asyncep-on-device=0 saturation=-1 saturation=0.5 saturation-wait=61
+""".split()  # noqa: SIM905
+
+
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--flashmoa-schedule", "fifo"),
-        ("--flashmoa-intra-turn", "on"),
-        ("--flashmoa-itl-budget", "0"),
-        ("--flashmoa-itl-budget", "much"),
-        ("--flashmoa-itl-ms", "0"),
-        ("--flashmoa-itl-ms", "40,high=20"),
-        ("--flashmoa-itl-ms", "40,,5=20"),
-        ("--flashmoa-itl-ms", "nan"),
-        ("--flashmoa-asyncep", "nvlink"),
-        ("--flashmoa-asyncep-slots", "0"),
-        ("--flashmoa-asyncep-replica", "2/2"),
-        ("--flashmoa-asyncep-replica", "-1/2"),
-        ("--flashmoa-asyncep-replica", "1"),
-        ("--flashmoa-asyncep-group", "two words"),
-        ("--flashmoa-asyncep-group", "a" * 65),
-        ("--flashmoa-asyncep-on-device", "1"),
-        ("--flashmoa-asyncep-on-device", "0"),
-        ("--flashmoa-saturation", "-1"),
-        ("--flashmoa-saturation", "0.5"),
-        ("--flashmoa-saturation-wait", "61"),
-    ],
+    "given", [*INVALID, "asyncep-group=two words", f"asyncep-group={'a' * 65}"]
 )
 def test_invalid_values_are_refused_by_name(
-    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], flag: str, value: str
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
     with pytest.raises(SystemExit):
-        parser.parse_args([flag, value])
-    assert flag in capsys.readouterr().err
+        parser.parse_args([f"--flashmoa-{given}"])
+    assert f"--flashmoa-{given.partition('=')[0]}" in capsys.readouterr().err
 
 
 def test_a_replicas_place_is_read(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +71,7 @@ def test_a_replicas_place_is_read(parser: argparse.ArgumentParser) -> None:
 
 
 def read_file(parser: argparse.ArgumentParser, release: str, file: Path) -> list[str]:
-    """Return the arguments of a ``--config`` file by a release of SGLang."""
+    """Return the arguments of a ``--config`` file, as a release of SGLang reads it."""
     folder = ROOT / ".cache" / "sglang" / release / "sglang"
     if release == installed():
         spec = find_spec("sglang")
@@ -105,73 +90,66 @@ def read_file(parser: argparse.ArgumentParser, release: str, file: Path) -> list
 def test_a_config_file_sets_arguments(
     parser: argparse.ArgumentParser, tmp_path: Path, release: str
 ) -> None:
+    given = "schedule sjf itl-budget 1.5 intra-turn off scoring on kv-cache off asyncep hybrid "
+    words = (given + "asyncep-slots 3 asyncep-replica 0/2").split()
+    pairs = [(f"flashmoa-{name}", value) for name, value in zip(*[iter(words)] * 2, strict=True)]
     file = tmp_path / "server.yaml"
-    file.write_text(
-        "flashmoa-schedule: sjf\nflashmoa-itl-budget: 1.5\nflashmoa-intra-turn: off\n"
-        "flashmoa-scoring: on\nflashmoa-kv-cache: off\nflashmoa-asyncep: hybrid\n"
-        "flashmoa-asyncep-slots: 3\nflashmoa-asyncep-replica: 0/2\n"
-    )
+    file.write_text("".join(f"{name}: {value}\n" for name, value in pairs))
     parser.parse_args(read_file(parser, release, file))
     in_file = {key: value for key, value in os.environ.items() if key.startswith("FLASHMOA_")}
     for name in in_file:
         del os.environ[name]
-    given = (
-        "--flashmoa-schedule sjf --flashmoa-itl-budget 1.5 --flashmoa-intra-turn off "
-        "--flashmoa-scoring on --flashmoa-kv-cache off --flashmoa-asyncep hybrid "
-        "--flashmoa-asyncep-slots 3 --flashmoa-asyncep-replica 0/2"
-    )
-    parser.parse_args(given.split())
+    parser.parse_args([part for name, value in pairs for part in (f"--{name}", value)])
     assert in_file.items() <= os.environ.items() and Options.from_environment().kv_cache == "off"
-    # What the command line gives prevails over the file.
+    # The command line prevails over the file.
     parser.parse_args([*read_file(parser, release, file), "--flashmoa-asyncep-slots", "4"])
     assert Options.from_environment().asyncep_slots == 4
 
 
-def graphs(decode: str, prefill: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill)
-    )
+def graphs(decode: str, prefill: str, device: str = "cuda", **more: Any) -> dict[str, Any]:
+    """Return arguments for CUDA graphs with ``decode`` and ``prefill`` backends."""
+    backends = {"decode": decode, "prefill": prefill}
+    config = {phase: SimpleNamespace(backend=backend) for phase, backend in backends.items()}
+    return {"device": device, "cuda_graph_config": SimpleNamespace(**config), **more}
 
 
-def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
-    return {"device": "cuda", "cuda_graph_config": graphs(decode, prefill)}
+H2D, D2D = Options(asyncep="h2d"), Options(asyncep="d2d", asyncep_replica="0/2")
 
 
 @pytest.mark.parametrize(
     ("options", "arguments", "expected"),
     [
-        (Options(), on_gpu("full", "breakable"), None),
+        (Options(), graphs("full", "breakable"), None),
         (Options(), {"speculative_algorithm": "EAGLE"}, None),
-        (Options(asyncep="h2d"), {}, None),
-        (Options(asyncep="h2d"), on_gpu("full", "breakable"), f"needs {RELEASE.NO_GRAPHS}"),
-        (Options(asyncep="h2d"), on_gpu("full", "disabled"), f"needs {RELEASE.NO_GRAPHS}"),
-        (Options(asyncep="h2d"), on_gpu("disabled", "disabled"), None),
+        (H2D, {}, None),
+        (H2D, graphs("full", "breakable"), f"needs {RELEASE.NO_GRAPHS}"),
+        (H2D, graphs("full", "disabled"), f"needs {RELEASE.NO_GRAPHS}"),
+        (H2D, graphs("disabled", "disabled"), None),
         (
-            Options(asyncep="h2d"),
-            on_gpu("disabled", "disabled") | {"mem_fraction_static": -0.372},
-            "give --mem-fraction-static yourself",
+            H2D,
+            graphs("disabled", "disabled", mem_fraction_static=-0.3),
+            "give --mem-fraction-static",
         ),
-        (Options(asyncep="h2d"), {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-        (Options(asyncep="h2d"), {"enable_lora": True}, "merged into the model's weights"),
-        (Options(asyncep="h2d"), {"lora_paths": ["a=b"]}, "does not go with --lora-paths"),
-        (Options(asyncep="h2d"), {"moe_a2a_backend": "megamoe"}, "--moe-a2a-backend megamoe"),
-        (Options(asyncep="h2d"), {"moe_a2a_backend": "deepep"}, None),
-        (Options(asyncep="h2d"), {"dwdp_size": 2}, "does not go with --dwdp-size"),
-        (Options(asyncep="h2d"), {"dwdp_size": 1, "enable_lora": False, "lora_paths": []}, None),
+        (H2D, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        (H2D, {"enable_lora": True}, "merged into the model's weights"),
+        (H2D, {"lora_paths": ["a=b"]}, "does not go with --lora-paths"),
+        (H2D, {"moe_a2a_backend": "megamoe"}, "--moe-a2a-backend megamoe"),
+        (H2D, {"moe_a2a_backend": "deepep"}, None),
+        (H2D, {"dwdp_size": 2}, "does not go with --dwdp-size"),
+        (H2D, {"dwdp_size": 1, "enable_lora": False, "lora_paths": []}, None),
         (Options(asyncep="d2d"), {}, "must be RANK/SIZE"),
-        (Options(asyncep="d2d", asyncep_replica="0/2"), {}, None),
+        (D2D, {}, None),
         (Options(asyncep="hybrid"), {}, "--flashmoa-asyncep hybrid: --flashmoa-asyncep-replica"),
-        (Options(asyncep="d2d", asyncep_replica="0/2"), {"dp_size": 2}, "a server for each"),
-        (Options(asyncep="d2d", asyncep_replica="0/2"), {"tp_size": 2}, "a server for each"),
+        (D2D, {"dp_size": 2}, "a server for each"),
+        (D2D, {"tp_size": 2}, "a server for each"),
     ],
 )
 def test_asyncep_refuses_other_arguments(
     options: Options, arguments: dict[str, Any], expected: str | None
 ) -> None:
-    defaults: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
-    defaults |= {"speculative_algorithm": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
-    # SGLang 0.5.23 has this besides.
-    defaults["attn_dp_size"] = 1
+    defaults = graphs("full", "breakable", device="cpu", speculative_algorithm=None)
+    # SGLang 0.5.23 has attn_dp_size besides.
+    defaults |= dict.fromkeys(("tp_size", "pp_size", "dp_size", "attn_dp_size"), 1)
     defaults |= {"moe_a2a_backend": "none", "mem_fraction_static": 0.8}
     message = problem(SimpleNamespace(**defaults | arguments), options)
     assert (expected in message) if expected and message else message == expected

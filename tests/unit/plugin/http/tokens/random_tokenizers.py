@@ -10,15 +10,7 @@ from typing import Any
 
 from hypothesis import assume
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 # Texts that parts of a tokenizer treat in different ways, or join with others.
@@ -47,7 +39,7 @@ EXPRESSIONS = [
     r"ab|a",
 ]
 STRINGS = [" ", "a", "ab", ".", "``", "\u0301", "▁", "é", "  "]
-# Expressions of one character, and contents that may replace the character.
+# Expressions of one character, and their replacements.
 CLASSES = [
     " ",
     "a",

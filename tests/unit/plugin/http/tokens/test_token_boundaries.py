@@ -17,18 +17,12 @@ from flashmoa_sglang.http.tokens.expressions import NotUnderstood
 from flashmoa_sglang.http.tokens.token_boundaries import Boundaries, read_tokenizer
 from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer, TokenBuffer
 from flashmoa_sglang.http.tokens.tokenizer_parts import read_parts, starts_afresh
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.conftest import GUIDE
-from tests.unit.plugin.http.tokens import test_token_buffer as families
+from tests.unit.plugin.http.tokens import families
+from tests.unit.plugin.http.tokens.families import canonical
 
 ALL = [
     "word", "symbol", "line", "next line", "end of word", "end of foreign word",
@@ -38,70 +32,31 @@ ALL = [
 WITHOUT_NEXT_LINE = [kind for kind in ALL if kind != "next line"]
 
 
-def with_parts(tokenizer: Any, normalizer: Any = None, pre_tokenizer: Any = None) -> Any:
-    backend = tokenizer.backend_tokenizer
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    if pre_tokenizer is not None:
-        backend.pre_tokenizer = pre_tokenizer
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
 # In the small vocabularies of tests, some words have an entry with their comma.
 WITHOUT_END_OF_WORD = [kind for kind in ALL if kind != "end of word"]
 # The usual boundaries of models' tokenizers.
-PIPELINES: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "qwen": (families.byte_level_with_pattern, ALL),
-    "llama 3": (lambda: families.byte_level_split_by(families.PATTERN), ALL),
-    "gpt-oss": (lambda: families.byte_level_split_by(families.O200K), ALL),
-    "deepseek": (families.deepseek_v3, ALL),
-    "deepseek-like": (lambda: families.byte_level_split_by(*families.DEEPSEEK), ALL),
-    "smollm": (families.smollm_like, WITHOUT_NEXT_LINE),
-    "gpt-2": (
-        lambda: families.byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
-        WITHOUT_NEXT_LINE,
-    ),
-    "falcon": (
-        lambda: families.byte_level(
-            pre_tokenizers.Punctuation("contiguous"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-            pre_tokenizers.Digits(individual_digits=False),
-            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
-        ),
-        WITHOUT_NEXT_LINE,
-    ),
-    "llama 2": (families.sentencepiece_like, WITHOUT_END_OF_WORD),
-    "mistral": (
-        lambda: with_parts(
-            families.sentencepiece_like(),
-            normalizers.Sequence([]),
-            pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
-        ),
-        WITHOUT_END_OF_WORD,
-    ),
-    "gemma": (
-        lambda: with_parts(
-            families.sentencepiece_like(),
-            normalizers.Replace(" ", "▁"),
-            pre_tokenizers.Split(" ", "merged_with_previous"),
-        ),
-        WITHOUT_END_OF_WORD,
-    ),
+KINDS = {
+    **dict.fromkeys(("pattern", "llama", "o200k", "deepseek", "deepseek-like"), ALL),
+    **dict.fromkeys(("smollm-like", "gpt-2", "falcon"), WITHOUT_NEXT_LINE),
+    **dict.fromkeys(("sentencepiece", "mistral", "gemma"), WITHOUT_END_OF_WORD),
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_of_models_have_their_kinds(name: str) -> None:
-    make, kinds = PIPELINES[name]
-    tokenizer = CanonicalTokenizer(make())
-    assert tokenizer.boundaries.kinds == kinds
-    text = "".join(families.SCRIPTS.values()) + GUIDE.read_text()[:3000]
-    whole = tokenizer.encode(text)
+def check_boundaries(tokenizer: CanonicalTokenizer, text: str, every: int = 1) -> int:
+    """Check that a text is split at boundaries. Return the number of boundaries."""
     places = [place for place in range(len(text)) if tokenizer.boundaries.holds_at(text, place)]
-    assert len(places) > 300
-    for place in places[::7]:
+    whole = tokenizer.encode(text)
+    for place in places[::every]:
         before = tokenizer.encode(text[:place])
         assert before + tokenizer.encode_between(text, place, len(text)) == whole
+    return len(places)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokenizers_of_models_have_their_kinds(name: str) -> None:
+    assert canonical(name).boundaries.kinds == KINDS[name]
+    text = "".join(families.SCRIPTS.values()) + GUIDE.read_text()[:3000]
+    assert check_boundaries(canonical(name), text, every=7) > 300
 
 
 class OfXai:
@@ -174,11 +129,7 @@ def test_tiktoken_has_the_kinds_of_its_expression(
     tokenizer = CanonicalTokenizer(wrapper(expression))
     assert tokenizer.boundaries.kinds == ALL
     text = "".join(families.SCRIPTS.values()) + "the<|eos|>\n\n a<|separator|>  b 1234\r\n"
-    whole = tokenizer.encode(text)
-    for place in range(1, len(text)):
-        if tokenizer.boundaries.holds_at(text, place):
-            before = tokenizer.encode(text[:place])
-            assert before + tokenizer.encode_between(text, place, len(text)) == whole
+    assert check_boundaries(tokenizer, text)
 
 
 def test_long_texts_of_a_models_own_code_are_encoded_whole() -> None:
@@ -206,7 +157,7 @@ def test_long_texts_of_a_models_own_code_are_encoded_whole() -> None:
 def test_added_tokens_are_found_in_normalised_text(
     normalizer: normalizers.Normalizer, pieces: list[str]
 ) -> None:
-    tokenizer = with_parts(families.smollm_like(), normalizer)
+    tokenizer = families.with_parts(families.smollm(), normalizer)
     tokenizer.add_tokens([AddedToken("café au lait", normalized=True)])
     canonical = CanonicalTokenizer(tokenizer)
     buffer = TokenBuffer(canonical, add_special_tokens=False)
@@ -306,7 +257,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_an_unknown_part_leaves_no_boundaries(
     change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = families.smollm_like()
+    tokenizer = families.smollm()
     backend = tokenizer.backend_tokenizer
     spec = json.loads(backend.to_str())
     read_parts(spec)
@@ -331,10 +282,8 @@ class Own(PreTrainedTokenizerFast):
         return super()._encode_plus(text.replace("\n\n", "\n"), *args, **options)
 
 
-def test_a_tokenizer_with_its_own_code_has_no_boundaries(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    tokenizer = Own(tokenizer_object=families.smollm_like().backend_tokenizer)
+def test_a_tokenizer_with_its_own_code_has_no_boundaries(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Own(tokenizer_object=families.smollm().backend_tokenizer)
     with caplog.at_level(logging.WARNING):
         assert not CanonicalTokenizer(tokenizer).boundaries
     assert "Own changes text in its own way" in caplog.text
@@ -354,7 +303,7 @@ def test_a_tokenizer_that_chooses_at_random_has_no_boundaries() -> None:
 
 
 def test_long_texts_are_searched_from_their_ends_only() -> None:
-    boundaries: Boundaries = CanonicalTokenizer(families.smollm_like()).boundaries
+    boundaries: Boundaries = canonical("smollm-like").boundaries
     text = "one two" + "n" * 3000
     assert boundaries.last(text, 0, len(text)) == 0
     assert boundaries.last(text, 0, 500) == 3

@@ -15,19 +15,12 @@ class Event:
 
     def __init__(self) -> None:
         self.has_happened = False
-        self._then: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], None]] = []
 
     def happen(self) -> None:
         self.has_happened = True
-        for action in self._then:
+        for action in self.waiting:
             action()
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Run an action when the event happens, or now if it has happened."""
-        if self.has_happened:
-            action()
-        else:
-            self._then.append(action)
 
 
 class Clock:
@@ -44,10 +37,12 @@ class Clock:
     def start(self, process: Process) -> None:
         """Run a process until it waits, and go on whenever it has waited long enough."""
         for wish in process:
-            if isinstance(wish, Event):
-                wish.then(lambda: self.start(process))
-            else:
+            if not isinstance(wish, Event):
                 self.after(max(0.0, wish), lambda: self.start(process))
+            elif not wish.has_happened:
+                wish.waiting.append(lambda: self.start(process))
+            else:
+                continue
             return
 
     def run(self) -> None:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,11 @@ from flashmoa_sglang.costs import STEP_SIZES, Costs
 from flashmoa_sglang.messages import RequestMark, StreamTokens
 from flashmoa_sglang.scheduler import apply, streams
 from flashmoa_sglang.scheduler.admission import allocatable_requests, order_queue
-from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.request import is_increment, state_of
 from flashmoa_sglang.sglang.options import Options
 from flashmoa_sglang.sglang.releases import RELEASE
 
-from tests.unit.plugin.scheduler.fake_scheduler import FakeScheduler, opening, request
+from tests.unit.plugin.scheduler.fakes import PIN, FakeScheduler, opening, request
 from tests.unit.plugin.scheduler.virtual_time.clock import Clock, Event
 
 # Seconds from a client to the scheduler, and from a result to the client.
@@ -54,12 +53,11 @@ def measured_costs(times: Times) -> Costs:
         prefills = Prefills.of([(cached, tokens)] if tokens else [])
         return times.seconds(Forward(prefills, decodes, context))
 
-    rows = [(decodes, 0, seconds(decodes, 10, 0)) for decodes in DECODES]
-    rows += [
-        (decodes, size - decodes, seconds(decodes, 10, size - decodes))
+    rows = [
+        (decodes, tokens, seconds(decodes, 10, tokens))
         for decodes in DECODES
-        for size in STEP_SIZES
-        if size - decodes >= 16
+        for tokens in (0, *(size - decodes for size in STEP_SIZES))
+        if not tokens or tokens >= 16
     ]
     read = 8192
     return Costs(
@@ -73,29 +71,20 @@ def measured_costs(times: Times) -> Costs:
 
 @contextmanager
 def overlapping_release() -> Generator[None]:
-    """Let KV be published and pinned as under the overlap schedule, without a radix tree.
-
-    It needs the fixture ``fake_release``.
-    """
+    """Publish and pin KV as the overlap schedule does, on the fixture ``fake_release``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RELEASE, "cached_tokens", lambda req: req.cached)
         patch.setattr(RELEASE, "uncached_tokens", lambda tree, req: tree.engine.uncached(req))
         patch.setattr(RELEASE, "key_of", lambda *_: None)
         patch.setattr(RELEASE, "publish", lambda *_: None)
-        patch.setattr(streams, "pin_published", lambda *_: Pin(None, None))
-        patch.setattr(streams, "match_and_pin", lambda *_: (Pin(None, None), 0))
+        patch.setattr(streams, "pin_published", lambda *_: PIN)
+        patch.setattr(streams, "match_and_pin", lambda *_: (PIN, 0))
         yield
 
 
 @dataclass(slots=True)
 class Answer:
-    """An answer that is being decoded.
-
-    Attributes:
-        times: when the client got each token.
-        over: happens with the last one.
-        tokens: the tokens that the client has.
-    """
+    """An answer that is being decoded: its tokens and their times at the client, and its end."""
 
     times: list[float] = field(default_factory=list)
     over: Event = field(default_factory=Event)
@@ -119,27 +108,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How an engine is started.
-
-    Attributes:
-        plugin: whether the plugin plans its steps.
-        chunk: ``--chunked-prefill-size``.
-        mixed: ``--enable-mixed-chunk``.
-        max_running: ``--max-running-requests``.
-        told: whether clients say how long answers will be.
-        options: the plugin's options.
-        no_rides: why SGLang mixes nothing with decodes, if it does not.
-        costs: the costs of forwards; ``None``: as measured.
-    """
+    """How an engine is started."""
 
     plugin: bool = True
-    chunk: int = 8192
-    mixed: bool = False
-    max_running: int = 64
-    told: bool = True
+    chunk: int = 8192  # --chunked-prefill-size
+    mixed: bool = False  # --enable-mixed-chunk
+    max_running: int = 64  # --max-running-requests
+    told: bool = True  # Clients say how long answers will be.
     options: Options = field(default_factory=lambda: Options(intra_turn="off"))
-    no_rides: str = ""
-    costs: Costs | None = None
+    no_rides: str = ""  # Why SGLang mixes nothing with decodes.
+    costs: Costs | None = None  # Of forwards; None: as measured.
 
 
 class Engine:
@@ -150,9 +128,7 @@ class Engine:
     """
 
     def __init__(self, clock: Clock, times: Times, setting: Setting) -> None:
-        self.clock = clock
-        self.busy_seconds = 0.0
-        self._times, self._setting = times, setting
+        self.clock, self._times, self._setting = clock, times, setting
         self._scheduler = scheduler = FakeScheduler(free=POOL, total=POOL)
         scheduler.tree_cache.engine = self
         scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = setting.chunk, setting.mixed
@@ -168,19 +144,14 @@ class Engine:
         # The requests whose prompts are complete, which decode from the next step on.
         self._prefilled: list[Any] = []
 
-    # Clients.
-
     def ask(
         self, prompt: int, output: int, stream: str | None = None, ids: Sequence[int] = ()
     ) -> Answer:
         """Send a request that decodes ``output`` tokens: ``ids``, and others after them."""
         answer = Answer()
         req = request(prompt, output if self._setting.told else 2048)
-        mark = RequestMark(
-            stream,
-            final=stream is not None,
-            expected_output=output if self._setting.told else None,
-        )
+        told = output if self._setting.told else None
+        mark = RequestMark(stream, final=stream is not None, expected_output=told)
         del req.flashmoa
         req.sampling_params.custom_params = mark.to_custom_params()
         req.rid, req.cached, req.computed, req.in_flight = id(req), 0, 0, 0
@@ -199,15 +170,14 @@ class Engine:
         """Open a stream with ``known`` tokens."""
 
         def arrive() -> None:
-            opened = opening(stream)
             expected = output if self._setting.told else 0
-            self.state.streams.open(stream, opened, self._scheduler.make_request, expected)
+            make = self._scheduler.make_request
+            self.state.streams.open(stream, opening(stream), make, expected)
             self._extend(stream, range(known), grows=False)
 
         self.clock.after(TO_SCHEDULER, arrive)
 
     def append(self, stream: str, tokens: Sequence[int]) -> None:
-        """Append tokens to a stream."""
         self.clock.after(TO_SCHEDULER, lambda: self._extend(stream, tokens, grows=True))
 
     def _extend(self, stream: str, tokens: Sequence[int], *, grows: bool) -> None:
@@ -226,27 +196,21 @@ class Engine:
         stream = self.state.streams._open.get(state_of(req).stream or "")
         return min(stream.prefilled, len(req.origin_input_ids) - 1) if stream else 0
 
-    # The loop.
-
     def _wake(self) -> None:
         if self._running is None and (batch := self._plan()) is not None:
             self._launch(batch)
+            self._next = self._plan()
 
     def _launch(self, batch: Batch) -> None:
-        self._running = batch
-        self.busy_seconds += batch.seconds
+        self._running, self._next = batch, None
         self.clock.after(batch.seconds, self._finish)
-        if self._next is None:
-            self._next = self._plan()
 
     def _finish(self) -> None:
         done, following = self._running, self._next
         assert done is not None
-        self._running = self._next = None
+        self._running = None
         if following is not None:
-            self._running = following
-            self.busy_seconds += following.seconds
-            self.clock.after(following.seconds, self._finish)
+            self._launch(following)
         self._process(done)
         if following is not None:
             self._next = self._plan()
@@ -267,18 +231,15 @@ class Engine:
                 running.batch_is_full = False
                 if (stream := state_of(req).stream) is not None:
                     self.state.streams.end(stream)
-            self.clock.after(TO_CLIENT, self._deliver(req.answer, token, is_last=is_last))
+            self.clock.after(TO_CLIENT, partial(self._deliver, req.answer, token, is_last))
         if any(map(is_increment, batch.reqs)):
             self.state.increments_ended = True
 
-    def _deliver(self, answer: Answer, token: int, *, is_last: bool) -> Any:
-        def deliver() -> None:
-            answer.times.append(self.clock.now)
-            answer.tokens.append(token)
-            if is_last:
-                answer.over.happen()
-
-        return deliver
+    def _deliver(self, answer: Answer, token: int, is_last: bool) -> None:
+        answer.times.append(self.clock.now)
+        answer.tokens.append(token)
+        if is_last:
+            answer.over.happen()
 
     def _plan(self) -> Batch | None:
         """Return the next forward, as SGLang's ``get_next_batch_to_run``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import mean, median
 
 from flashmoa_sglang.sglang.options import Options
@@ -26,7 +27,7 @@ class Figures:
     Attributes:
         latencies: of each workflow, from its start to its last token.
         gaps: from the last token that an agent's prompt waits for to the agent's first token.
-        between: of requests that belong to no workflow, between two tokens each.
+        between: between two tokens of requests that belong to no workflow.
         prefilled: tokens of a stream that were prefilled beside decodes.
     """
 
@@ -94,87 +95,46 @@ def _written(number: int, tokens: int) -> range:
 
 
 @dataclass(frozen=True)
-class Chains:
-    """Chains of agents on one engine, each started some seconds after the one before.
+class Workflows:
+    """Agents in layers: a prompt ends with all answers of the previous layer.
 
     Args:
-        kinds: the agents of a chain, each as (prompt, answer) in tokens. A prompt ends with the
-            answer before it. The kinds take turns.
-        apart: seconds between two chains.
+        kinds: workflows, which take turns. A layer's agents are (prompt, answer), in tokens.
+        apart: seconds between two workflows.
     """
 
     count: int
-    kinds: Sequence[Sequence[tuple[int, int]]]
+    kinds: Sequence[Sequence[Sequence[tuple[int, int]]]]
     apart: float = 0.5
 
     def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
+        def run(number: int) -> Process:
+            yield number * self.apart
+            layers = self.kinds[number % len(self.kinds)]
+            started, ended = clock.now, None
+            stream, stop = None, Event()
+            for position, layer in enumerate(layers):
+                stop.happen()
+                first = 100 * number + 10 * position
+                answers = [
+                    engine.ask(prompt, output, stream, _written(first + place, output))
+                    for place, (prompt, output) in enumerate(layer)
+                ]
+                if links and position + 1 < len(layers):
+                    stream, stop = f"{number}-{position + 1}", Event()
+                    ((prompt, output),) = layers[position + 1]
+                    lengths = [length for _, length in layer]
+                    engine.open(stream, prompt - sum(lengths), output)
+                    clock.start(feed(engine, stream, answers, lengths, stop))
+                for answer in answers:
+                    yield answer.over
+                if ended is not None:
+                    figures.gaps.append(answers[0].times[0] - ended)
+                ended = clock.now
+            figures.latencies.append(clock.now - started)
+
         for number in range(self.count):
-            clock.start(self._chain(clock, engine, figures, number, links=links))
-
-    def _chain(
-        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
-    ) -> Process:
-        yield number * self.apart
-        agents = self.kinds[number % len(self.kinds)]
-        started, last = clock.now, None
-        stream, stop = None, Event()
-        for position, (prompt, output) in enumerate(agents):
-            stop.happen()
-            ids = _written(100 * number + position, output)
-            answer = engine.ask(prompt, output, stream, ids)
-            if links and position + 1 < len(agents):
-                stream, stop = f"{number}-{position + 1}", Event()
-                following, its_output = agents[position + 1]
-                engine.open(stream, following - output, its_output)
-                clock.start(feed(engine, stream, [answer], [output], stop))
-            yield answer.over
-            if last is not None:
-                figures.gaps.append(answer.times[0] - last)
-            last = answer.times[-1]
-        figures.latencies.append(clock.now - started)
-
-
-@dataclass(frozen=True)
-class FanIn:
-    """Mixtures of agents: one reads what all of a layer write, one text after the other.
-
-    Args:
-        answers: tokens of each proposer's answer.
-        known: number of tokens of the reader's prompt before the answers.
-    """
-
-    count: int
-    answers: Sequence[int]
-    prompt: int = 1000
-    known: int = 500
-    output: int = 200
-    apart: float = 2.0
-
-    def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
-        for number in range(self.count):
-            clock.start(self._mixture(clock, engine, figures, number, links=links))
-
-    def _mixture(
-        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
-    ) -> Process:
-        yield number * self.apart
-        started = clock.now
-        layer = [
-            engine.ask(self.prompt, output, ids=_written(100 * number + position, output))
-            for position, output in enumerate(self.answers)
-        ]
-        stream, stop = (str(number) if links else None), Event()
-        if stream is not None:
-            engine.open(stream, self.known, self.output)
-            clock.start(feed(engine, stream, layer, self.answers, stop))
-        for answer in layer:
-            yield answer.over
-        stop.happen()
-        last = clock.now
-        answer = engine.ask(self.known + sum(self.answers), self.output, stream)
-        yield answer.over
-        figures.gaps.append(answer.times[0] - last)
-        figures.latencies.append(clock.now - started)
+            clock.start(run(number))
 
 
 @dataclass(frozen=True)
@@ -189,18 +149,17 @@ class Beside:
     def __call__(self, clock: Clock, engine: Engine, figures: Figures, _links: bool) -> None:
         engine.open("reader", 0, 0)
         answers = [engine.ask(self.prompt, self.output) for _ in range(self.decodes)]
-        clock.start(self._read(clock, engine, figures, answers))
 
-    def _read(
-        self, clock: Clock, engine: Engine, figures: Figures, answers: Sequence[Answer]
-    ) -> Process:
-        while not all(answer.tokens for answer in answers):
-            yield PERIOD
-        began = clock.now
-        engine.append("reader", range(self.text))
-        yield answers[0].over
-        figures.latencies.append(clock.now - began)
-        figures.prefilled = engine.prefilled("reader")
+        def read() -> Process:
+            while not all(answer.tokens for answer in answers):
+                yield PERIOD
+            began = clock.now
+            engine.append("reader", range(self.text))
+            yield answers[0].over
+            figures.latencies.append(clock.now - began)
+            figures.prefilled = engine.prefilled("reader")
+
+        clock.start(read())
 
 
 @dataclass(frozen=True)
@@ -208,7 +167,7 @@ class Strangers:
     """Requests of no workflow, one after the other, beside pipelines that others feed.
 
     Args:
-        pipelines: number of pipelines, ``together`` of which run at a time.
+        pipelines: number of pipelines; ``together`` pipelines run at a time.
         tokens: number of tokens that each is fed, ``pace`` in a second.
     """
 
@@ -219,34 +178,29 @@ class Strangers:
     known: int = 2000
 
     def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
-        clock.start(self._strangers(clock, engine, figures))
-        for number in range(self.pipelines):
-            clock.start(self._pipeline(clock, engine, figures, number, links=links))
+        def strangers() -> Process:
+            while len(figures.latencies) < self.pipelines:
+                answer = engine.ask(32, 128)
+                yield answer.over
+                figures.between += [later - time for time, later in pairwise(answer.times)]
 
-    def _strangers(self, clock: Clock, engine: Engine, figures: Figures) -> Process:
-        while len(figures.latencies) < self.pipelines:
-            answer = engine.ask(32, 128)
+        def pipeline(number: int) -> Process:
+            yield number * self.tokens / self.pace / self.together
+            started = clock.now
+            stream, stop, text = (str(number) if links else None), Event(), Answer()
+            if stream is not None:
+                engine.open(stream, self.known, 32)
+                clock.start(feed(engine, stream, [text], [self.tokens], stop))
+            for token in _written(number, self.tokens):
+                yield 1 / self.pace
+                text.tokens.append(token)
+            stop.happen()
+            last = clock.now
+            answer = engine.ask(self.known + self.tokens + 10, 32, stream)
             yield answer.over
-            figures.between += [
-                later - time for time, later in zip(answer.times, answer.times[1:], strict=False)
-            ]
+            figures.gaps.append(answer.times[0] - last)
+            figures.latencies.append(clock.now - started)
 
-    def _pipeline(
-        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
-    ) -> Process:
-        seconds = self.tokens / self.pace
-        yield number * seconds / self.together
-        started = clock.now
-        stream, stop, text = (str(number) if links else None), Event(), Answer()
-        if stream is not None:
-            engine.open(stream, self.known, 32)
-            clock.start(feed(engine, stream, [text], [self.tokens], stop))
-        for token in _written(number, self.tokens):
-            yield 1 / self.pace
-            text.tokens.append(token)
-        stop.happen()
-        last = clock.now
-        answer = engine.ask(self.known + self.tokens + 10, 32, stream)
-        yield answer.over
-        figures.gaps.append(answer.times[0] - last)
-        figures.latencies.append(clock.now - started)
+        clock.start(strangers())
+        for number in range(self.pipelines):
+            clock.start(pipeline(number))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.messages import RequestMark, StreamTokens
@@ -16,24 +16,21 @@ from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.request import RequestState, is_increment, state_of
 from flashmoa_sglang.scheduler.state import SchedulerState
+from flashmoa_sglang.scheduler.streams import SchedulerStreams
 from flashmoa_sglang.sglang.options import Options
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from flashmoa_sglang.scheduler.streams import SchedulerStreams
-
-# More than any limit in these tests.
+# A limit that no test reaches.
 MANY = 1 << 20
+PIN = Pin(None, None)
 
 
 class Tree:
-    """A radix tree in which each pin holds 1,000 tokens.
+    """A radix tree. Each pin locks 1,000 tokens.
 
     Attributes:
-        free: slots of its pool that are free, in tokens.
-        cached: prompts whose KV it has.
-        locks: number of locks on its nodes.
+        free: free tokens of the KV pool.
+        cached: the cached prompts.
+        locks: number of locks on nodes.
     """
 
     def __init__(self, free: int) -> None:
@@ -43,14 +40,12 @@ class Tree:
         self.token_to_kv_pool_allocator = self
 
     def match_and_pin(self, tokens: list[int]) -> tuple[Pin, int]:
-        """Lock the longest cached beginning; stands for ``pins.match_and_pin``."""
+        """Lock the longest cached prefix, as ``pins.match_and_pin`` does."""
         self.locks += 1
         self.free -= 1000
-        same = (
-            sum(1 for _ in takewhile(_are_equal, zip(tokens, one, strict=False)))
-            for one in self.cached
-        )
-        return Pin(None, None), max(same, default=0)
+        pairs = (zip(tokens, one, strict=False) for one in self.cached)
+        same = (sum(1 for _ in takewhile(lambda two: two[0] == two[1], one)) for one in pairs)
+        return PIN, max(same, default=0)
 
     def available_size(self) -> int:
         return self.free
@@ -61,10 +56,6 @@ class Tree:
     def dec_lock_ref(self, _node: object, _unlock: object) -> None:
         self.locks -= 1
         self.free += 1000
-
-
-def _are_equal(pair: tuple[int, int]) -> bool:
-    return pair[0] == pair[1]
 
 
 class Grammars:
@@ -82,15 +73,9 @@ class Grammars:
 
 
 def request(
-    tokens: int,
-    output: int,
-    written: int = 0,
-    stream: str | None = None,
-    *,
-    final: bool = False,
+    tokens: int, output: int, written: int = 0, stream: str | None = None, *, final: bool = False
 ) -> Any:
-    """Make a request; with a ``stream``, its ``final`` request or an increment of it."""
-    sampling = SimpleNamespace(max_new_tokens=output, ignore_eos=False)
+    """Make a client's request, or the final request or an increment of a ``stream``."""
     mark = RequestMark(stream, final=final) if stream is not None else None
     return SimpleNamespace(
         rid="some",
@@ -101,7 +86,7 @@ def request(
         finished_reason=SimpleNamespace(to_json=lambda: {"type": "stop"}),
         origin_input_ids=[1] * tokens,
         output_ids=[1] * written,
-        sampling_params=sampling,
+        sampling_params=SimpleNamespace(max_new_tokens=output, ignore_eos=False),
         cached_tokens=0,
         computed=tokens,
         return_logprob=False,
@@ -121,7 +106,7 @@ def opening(stream: str) -> Any:
 def new_tokens(
     stream: str, tokens: Sequence[int], *, grows: bool = True, ended: bool = False
 ) -> StreamTokens:
-    """Make the message with new tokens of one stream, and its end if it has ``ended``."""
+    """Make the message with new tokens of one stream, and its end if ``ended``."""
     ids = ((stream, array("q", tokens).tobytes(), grows),) if tokens else ()
     return StreamTokens(ids, (stream,) if ended else ())
 
@@ -129,35 +114,39 @@ def new_tokens(
 class FakeScheduler:
     """A scheduler with a queue, running requests, streams and a radix tree.
 
-    It needs the fixture ``fake_release``.
+    Tests with it use the fixture ``fake_release``.
+
+    Attributes:
+        refused: streams whose requests SGLang refuses.
+        max_queued: most requests in the queue.
+        sent: messages to the HTTP process.
     """
+
+    chunked_req: Any = None
+    chunked_prefill_size: int | None = 8192
+    max_prefill_tokens = 16384
+    is_mixed_chunk = False
+    truncation_align_size: int | None = None
+    page_size = 1
+    max_running_requests = 64
+    max_queued = 100
+    enable_overlap = True
+    enable_hierarchical_cache = enable_priority_preemption = enable_priority_scheduling = False
+    disable_radix_cache = require_mlp_sync = False
 
     def __init__(
         self,
         free: int = 50_000,
         ratio: float = 0.1,
-        running: list[Any] | None = None,
+        running: Sequence[Any] = (),
         total: int = 60_000,
         eagle: bool = False,
     ) -> None:
-        reqs = running or []
+        reqs = [*running]
         self.tree_cache: Any = Tree(free)
         self.policy = SimpleNamespace(enable_priority_scheduling=False)
         self.waiting_queue: list[Any] = []
-        self.chunked_req: Any = None
-        self.chunked_prefill_size: int | None = 8192
-        self.max_prefill_tokens = 16384
-        self.is_mixed_chunk = False
-        self.truncation_align_size: int | None = None
-        self.page_size = 1
         self.max_total_num_tokens = total
-        self.max_running_requests = 64
-        self.enable_overlap = True
-        self.enable_hierarchical_cache = False
-        self.enable_priority_preemption = False
-        self.enable_priority_scheduling = False
-        self.disable_radix_cache = False
-        self.require_mlp_sync = False
         self.spec_algorithm = SimpleNamespace(is_none=lambda: True, is_eagle=lambda: eagle)
         self.server_args = SimpleNamespace(
             disaggregation_mode="null", tokenizer_worker_num=1, dp_size=1, attn_dp_size=1
@@ -175,10 +164,7 @@ class FakeScheduler:
             is_empty=lambda: not reqs,
         )
         self.last_batch: Any = SimpleNamespace(reqs=list(reqs))
-        # Streams whose requests SGLang refuses, and how many requests it lets wait.
         self.refused: set[str] = set()
-        self.max_queued = 100
-        # What it has sent to the HTTP process.
         self.sent: list[Any] = []
         self.flashmoa = SchedulerState(self)
         self.flashmoa.options = Options(intra_turn="off")
@@ -195,7 +181,7 @@ class FakeScheduler:
         self.waiting_queue.append(req)
 
     def make_request(self, message: Any) -> None:
-        """Put a request into the queue that was made from a message, as SGLang does."""
+        """Put the request of a message into the queue, as SGLang does."""
         mark = RequestMark.read(message.sampling_params.custom_params)
         assert mark is not None and not mark.opens
         if mark.stream in self.refused or len(self.waiting_queue) >= self.max_queued:
@@ -207,19 +193,15 @@ class FakeScheduler:
     def send_output(self, message: Any, _req: Any) -> None:
         self.sent.append(message)
 
-    def open_stream(
-        self,
-        stream: str,
-        tokens: int = 0,
-        *,
-        grows: bool = True,
-        ended: bool = False,
-        output: int = 0,
-    ) -> None:
-        """Open a stream with the tokens 0, 1, 2 and so on."""
-        streams = self.flashmoa.streams
-        streams.open(stream, opening(stream), self.make_request, output)
-        streams.extend(new_tokens(stream, range(tokens), grows=grows, ended=ended))
+    def open_stream(self, stream: str, tokens: int = 0, *, output: int = 0, **state: bool) -> None:
+        """Open a stream with the tokens 0, 1, 2 and so on. ``state``: see ``new_tokens``."""
+        self.streams.open(stream, opening(stream), self.make_request, output)
+        self.streams.extend(new_tokens(stream, range(tokens), **state))
+
+    def open_known(self, stream: str, tokens: int, prefilled: int = 0) -> None:
+        """Open a stream whose text has ended."""
+        self.open_stream(stream, tokens, grows=False, ended=True)
+        self.streams._open[stream].prefilled = prefilled
 
 
 def make_increments(
@@ -230,8 +212,8 @@ def make_increments(
     return {state_of(req).increment_of: req for req in made}
 
 
-# Up to 64 tokens take as long as one. With a decode step of 10 ms, 64 tokens add 1 ms, and each
-# further one adds 0.1 ms, as in a prefill.
+# A prefill of 1 to 64 tokens takes 10 ms, and each further token 0.1 ms. A decode step takes 10 ms.
+# 64 tokens lengthen it by 1 ms, and each further token by 0.1 ms.
 COSTS = Costs(
     ((1, 0.01), (64, 0.01), (1064, 0.11)),
     0.01,
@@ -241,7 +223,7 @@ COSTS = Costs(
 
 @dataclass
 class Build:
-    """Stands for SGLang's ``_get_new_batch_prefill_raw``: notes how it is called.
+    """Notes how SGLang's ``_get_new_batch_prefill_raw`` is called.
 
     ``takes``: whether a request joins the batch.
     """
@@ -268,25 +250,37 @@ class Build:
         return (batch if joined else None), scheduler.running
 
     def increments(self) -> list[int]:
-        """Return the lengths of the increments in the queue of the last batch."""
-        return [len(req.origin_input_ids) for req in self.queues[-1] if is_increment(req)]
+        """Return the lengths of the increments in the last queue."""
+        queue = self.queues[-1] if self.queues else []
+        return [len(req.origin_input_ids) for req in queue if is_increment(req)]
 
     def clients(self) -> list[Any]:
         return [req for req in self.queues[-1] if not is_increment(req)]
 
 
-def engine(decoding: int = 0, *, full: bool = False, eagle: bool = False) -> FakeScheduler:
-    """Make a scheduler with so many requests that decode, and whose KV is published late."""
+def engine(decoding: int = 0, *, full: bool = False, eagle: bool = False, **streams: int) -> Any:
+    """Make a scheduler that publishes KV late.
+
+    Args:
+        decoding: number of requests that decode.
+        streams: number of tokens of each open stream.
+    """
     made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)], eagle=eagle)
-    made.flashmoa.costs = COSTS
-    made.flashmoa.options = Options(intra_turn="off")
-    made.flashmoa.late_kv = "of the test"
+    made.flashmoa.costs, made.flashmoa.late_kv = COSTS, "of the test"
     made.running.batch_is_full = full
+    for stream, tokens in streams.items():
+        made.open_stream(stream, tokens)
     return made
 
 
-def step(scheduler: FakeScheduler, build: Build | None = None) -> Build:
-    """Run a step; return how its batch was built."""
+def step(scheduler: FakeScheduler, build: Any = None, **given: Any) -> Any:
+    """Run a step, first with new attributes of the scheduler. Return how it built a batch."""
+    vars(scheduler).update(given)
     build = build or Build()
     next_prefill_batch(build, scheduler)
     return build
+
+
+def join_all(scheduler: FakeScheduler, **given: Any) -> Build:
+    """Run a step whose batch takes all requests."""
+    return step(scheduler, Build(takes=lambda _: True), **given)

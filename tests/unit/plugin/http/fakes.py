@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from flashmoa_sglang.costs import UNMEASURED
-from flashmoa_sglang.http.stream import PromptStream, Terms
+from flashmoa_sglang.http.stream import PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.messages import StreamProgress, StreamTokens
 
 
 class FakeEngine:
-    """An engine that notes what it is told.
+    """An engine that notes its calls.
 
     Attributes:
-        opened, released, cancelled: ids of streams; the last of those whose opening was cancelled.
+        opened, released, cancelled: ids of streams. Cancelled is a stream's opening.
         handed: the messages with tokens.
-        refusal: raised when a stream is opened, if any.
-        mistake: raised when tokens are handed over, if any.
+        refusal, mistake: raised when a stream is opened, or when tokens are handed over.
     """
 
     max_prompt_tokens = 1000
     data_parallel_ranks = 1
     costs = UNMEASURED
+    draining = False
+    refusal: Exception | None = None
+    mistake: Exception | None = None
+    reports = 0
 
     def __init__(self) -> None:
-        self.draining = False
-        self.opened: list[str] = []
-        self.released: list[str] = []
-        self.cancelled: list[str] = []
+        self.opened, self.released, self.cancelled = list[str](), list[str](), list[str]()
         self.handed: list[StreamTokens] = []
-        self.refusal: Exception | None = None
-        self.mistake: Exception | None = None
-        self.reports = 0
-        # Cleared by tests in which opening a stream takes long.
+        # Tests clear it if opening a stream takes long.
         self.opens = asyncio.Event()
         self.opens.set()
         self._handlers: dict[type, Callable[[Any], None]] = {}
@@ -83,11 +80,11 @@ class FakeEngine:
 
 
 def open_stream(
-    table: StreamTable, ttl: float = 60.0, tokens: int = 100, adapter: str | None = None
+    table: StreamTable, ttl: float = 60.0, ids: Sequence[int] = range(100), **fields: Any
 ) -> PromptStream:
-    """Open a stream of token ids with so many tokens."""
-    stream = PromptStream(ttl_seconds=ttl, buffer=None, terms=Terms(lora_path=adapter))
-    table.add(stream, list(range(tokens)))
+    """Open a stream of token ids."""
+    stream = PromptStream(ttl, buffer=None, **fields)
+    table.add(stream, ids)
     table.open(stream)
     return stream
 

@@ -14,7 +14,7 @@ import torch
 class ExpertLayer(torch.nn.Module):
     """The parts of a layer with experts that an offloader uses.
 
-    Args: values: what its three tensors have in all places.
+    Args: values: one for each of its three tensors, which is filled with it.
     """
 
     w13_scale: torch.Tensor
@@ -38,31 +38,24 @@ class ExpertLayer(torch.nn.Module):
 
 
 class FakeStream:
-    """A stream: a queue of work and of conditions that must hold before what follows them runs."""
+    """A queue of work, and of conditions that must hold before the following work runs."""
 
     def __init__(self) -> None:
-        self._queue: deque[Callable[[], bool]] = deque()
-        self.done = 0
-        self.enqueued = 0
+        self._queue: deque[Callable[[], bool | None]] = deque()
+        self.done = self.enqueued = 0
 
-    def enqueue(self, work: Callable[[], None]) -> None:
-        def run() -> bool:
-            work()
-            return True
-
-        self._add(run)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        # As in CUDA, only what was recorded before this call counts.
-        self._add(event.reached())
-
-    def _add(self, step: Callable[[], bool]) -> None:
+    def enqueue(self, step: Callable[[], bool | None]) -> None:
+        """Enqueue work, or a condition, which returns ``False`` until it holds."""
         self._queue.append(step)
         self.enqueued += 1
 
+    def wait_event(self, event: FakeEvent) -> None:
+        # As in CUDA, only records before this call count.
+        self.enqueue(event.reached)
+
     def step(self) -> bool:
-        """Do the next thing; return whether there was one that could be done."""
-        if not self._queue or not self._queue[0]():
+        """Do the next step. Return whether there was one that could be done."""
+        if not self._queue or self._queue[0]() is False:
             return False
         self._queue.popleft()
         self.done += 1
@@ -70,16 +63,11 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self) -> None:
-        self._stream: FakeStream | None = None
-        self._position = 0
+    reached: Callable[[], bool] = staticmethod(lambda: True)
 
     def record(self, stream: FakeStream) -> None:
-        self._stream, self._position = stream, stream.enqueued
-
-    def reached(self) -> Callable[[], bool]:
-        stream, position = self._stream, self._position
-        return lambda: stream is None or stream.done >= position
+        position = stream.enqueued
+        self.reached = lambda: stream.done >= position
 
 
 class FakeGpu:
@@ -90,7 +78,7 @@ class FakeGpu:
         reaches: the GPUs whose memory this one can read, besides its own.
 
     Attributes:
-        main: the stream on which layers compute.
+        main: the stream of the layers.
         streams: all streams, ``main`` first.
         pinned: the pinned host memory.
     """

@@ -43,6 +43,8 @@ _ALWAYS_SENT_BACK = {"role", "content", "tool_calls"}
 # The most recorded calls whose messages are predicted, to find the call that a request is.
 MAX_PREDICTED = 8
 MAX_RECORDED_BYTES = 64_000_000
+# The most programs that a process, or a folder, remembers.
+MAX_PROGRAMS = 256
 # The headers of requests of an earlier process, whose headers were not kept.
 NOT_REMEMBERED: Mapping[str, str] = MappingProxyType({})
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from flashmoa.link.learned_runs import (
+    MAX_PROGRAMS,
     MAX_RECORDED_BYTES,
     NOT_REMEMBERED,
     Message,
@@ -33,8 +34,6 @@ from flashmoa.link.learned_runs import (
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".flashmoa-run.json"
-# As many as a process remembers; see ``flashmoa.openai.runs``.
-_MAX_FILES = 256
 
 
 @dataclass(slots=True)
@@ -128,7 +127,7 @@ def save(folder: Path, name: str, program: Program) -> None:
 
 def _delete_oldest(folder: Path) -> None:
     files = sorted(folder.glob(f"[!.]*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-    for path in files[:-_MAX_FILES]:
+    for path in files[:-MAX_PROGRAMS]:
         path.unlink(missing_ok=True)
 
 

@@ -37,7 +37,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.link import remembered_runs
 from flashmoa.link.calls import CallObserver, CallResult
 from flashmoa.link.learned_links import LearnedLinkPlanner, SentInPlace
-from flashmoa.link.learned_runs import Program, RecordedRequest
+from flashmoa.link.learned_runs import MAX_PROGRAMS, Program, RecordedRequest
 from flashmoa.link.options import LinkOptions, LinkSettings
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.observe.report import Report
@@ -59,7 +59,6 @@ _LIBRARIES = (
 )
 # Programs by name, in the order of their last runs. They hold prompts, answers and API keys.
 _programs: dict[str, Program] = {}
-_MAX_PROGRAMS = 256
 _programs_lock = threading.Lock()  # Runs may be in several threads.
 # A run keeps at most this many clients, one per set of headers: each opens its own connections.
 _MAX_ENGINES = 256
@@ -268,7 +267,7 @@ async def _run(name: str, folder: Path | None, settings: LinkSettings) -> AsyncG
 def _find_program(name: str) -> Program:
     with _programs_lock:
         program = _programs[name] = _programs.pop(name, None) or Program()
-        if len(_programs) > _MAX_PROGRAMS:
+        if len(_programs) > MAX_PROGRAMS:
             _warn_of_names()
             del _programs[next(iter(_programs))]
     return program
@@ -279,7 +278,7 @@ def _warn_of_names() -> None:
     logger.warning(
         "there were more than %d programs, so that what was learned of the oldest is forgotten; "
         "give the runs of one program the same name, without a user's or a request's",
-        _MAX_PROGRAMS,
+        MAX_PROGRAMS,
     )
 
 

@@ -116,7 +116,7 @@ async def test_a_full_disk_changes_no_run(
 def test_files_and_their_sizes_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remembered_runs, "_MAX_FILES", 2)
+    monkeypatch.setattr(remembered_runs, "MAX_PROGRAMS", 2)
     (tmp_path / "other").write_text("")
     for name in ("../a", "b", "c/d"):
         remembered_runs.save(tmp_path, name, Program())

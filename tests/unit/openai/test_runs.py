@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("programs")
 async def test_the_last_programs_are_remembered(
     programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_runs, "_MAX_PROGRAMS", 3)
+    monkeypatch.setattr(_runs, "MAX_PROGRAMS", 3)
     for name in ("used", "user-1", "user-2", "used", "user-3", "user-4", "used"):
         async with run(name):
             pass

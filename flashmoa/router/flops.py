@@ -18,8 +18,6 @@ _UNGATED = {"gpt_neox", "nemotron", "phi", "starcoder2"}
 _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Tokens of each prompt in a forward whose prompts are unknown.
-FORWARD_PROMPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,8 @@ class Measure:
         pairs = end * (end + 1) // 2 - start * (start + 1) // 2
         return self.linear * (end - start) + self.pair * pairs
 
-    def forward_work(self, tokens: int, prompt: int = FORWARD_PROMPT) -> int:
-        """Return the cost of a forward: uncached prompts of equal length, and a part of one."""
+    def forward_work(self, tokens: int, prompt: int = 4096) -> int:
+        """Return the cost of a forward: uncached prompts of ``prompt`` tokens, and a part of one."""
         whole, rest = divmod(tokens, prompt)
         return whole * self.work(0, prompt) + self.work(0, rest)
 

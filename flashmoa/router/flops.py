@@ -40,7 +40,7 @@ class Measure:
         return self.linear * (end - start) + self.pair * pairs
 
     def forward_work(self, tokens: int, prompt: int = 4096) -> int:
-        """Return the cost of a forward: uncached prompts of ``prompt`` tokens, and a part of one."""
+        """Return the cost of a forward: uncached prompts of equal length, and a part of one."""
         whole, rest = divmod(tokens, prompt)
         return whole * self.work(0, prompt) + self.work(0, rest)
 

@@ -18,6 +18,7 @@ from agent_framework import (
     UsageDetails,
 )
 from agent_framework.openai import OpenAIChatCompletionClient
+from agent_framework_orchestrations import AgentBasedGroupChatOrchestrator, MagenticOrchestrator
 from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._stack import owners
@@ -165,7 +166,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
 def find_calling_executor() -> Executor | None:
     """Return the executor that runs this code, if the stack shows one.
 
-    ``None`` if another agent makes the request, for instance a tool of the executor's agent.
+    ``None`` if another agent makes the request, for instance a tool of the executor's agent, or of
+    a manager.
 
     Agent Framework has no context that names the running executor or agent: its ContextVars have
     the origin of events, opaque ids of runs, and telemetry. To set another ContextVar, methods of
@@ -174,10 +176,22 @@ def find_calling_executor() -> Executor | None:
     agents: list[object] = []
     for owner in owners():
         if isinstance(owner, Executor):
-            own = isinstance(owner, AgentExecutor) and owner.agent
-            return None if own and any(agent is not own for agent in agents) else owner
+            own = agent_of(owner)
+            is_other = own is not None and any(agent is not own for agent in agents)
+            return None if is_other else owner
         if isinstance(owner, BaseAgent):
             agents.append(owner)
+    return None
+
+
+def agent_of(executor: Executor) -> object | None:
+    """Return the agent that an executor itself asks: its own, or an orchestrator's manager."""
+    if isinstance(executor, AgentExecutor):
+        return executor.agent
+    if isinstance(executor, AgentBasedGroupChatOrchestrator):
+        return executor._agent
+    if isinstance(executor, MagenticOrchestrator):
+        return getattr(executor._manager, "_agent", None)
     return None
 
 

@@ -34,6 +34,11 @@ from flashmoa.frameworks import (
     Turn,
     listen_for,
 )
+from flashmoa.frameworks.agent_framework.chats import (
+    ChatLinkPlanner,
+    WorkflowSettings,
+    find_orchestrator,
+)
 from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient
 from flashmoa.frameworks.agent_framework.dry_run import (
     asks_no_model,
@@ -53,41 +58,45 @@ logger = logging.getLogger(__name__)
 _UNLINKED_BUILDERS = {
     "HandoffAgentExecutor": "HandoffBuilder",
     "MagenticOrchestrator": "MagenticBuilder",
-    "BaseGroupChatOrchestrator": "GroupChatBuilder",
 }
 # Types of contents that reply to an agent's requests to the workflow's user.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
 
-def link(workflow: Workflow, **options: Unpack[LinkOptions]) -> WorkflowLink:
+def link(
+    workflow: Workflow, *, kv_share: float = 0.5, **options: Unpack[LinkOptions]
+) -> WorkflowLink:
     """Link a workflow's agents: each agent's tokens stream into the prompts of later agents.
 
     Call it once after building the workflow; runs, prompts and answers stay the same. Linking a
     workflow again replaces the first link.
 
     Args:
-        workflow: a workflow made by ``SequentialBuilder``, or by ``WorkflowBuilder`` without
-            conditions on edges. Other workflows are not linked, which is logged. The agents'
-            clients must be ``FlashMoAChatClient``. These agents run unlinked: agents with other
-            clients, agents of user-defined classes, agents with middleware (also of the client or
-            the run), compaction strategies, context providers or MCP servers, and agents whose
-            client has hooks (``message_preparer``, ``response_parser``).
+        workflow: a workflow made by ``SequentialBuilder`` or ``GroupChatBuilder``, or by
+            ``WorkflowBuilder`` without conditions on edges. Other workflows are not linked, which
+            is logged. The agents' clients must be ``FlashMoAChatClient``. These agents run
+            unlinked: agents with other clients, agents of user-defined classes, agents with
+            middleware (also of the client or the run), compaction strategies, context providers or
+            MCP servers, and agents whose client has hooks (``message_preparer``,
+            ``response_parser``). Linking only runs the framework's own code.
+        kv_share: the share of an engine's KV pool for agents that may speak next but need not.
+            Only a workflow that chooses its speakers has such agents.
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Raises:
         TypeError: if ``workflow`` is not a workflow.
-        ValueError: if no agent of the workflow uses a FlashMoA client, or ``on_failure`` names an
-            unknown one.
+        ValueError: if no agent of the workflow uses a FlashMoA client; if ``on_failure`` names an
+            unknown one; if ``kv_share`` is not between 0 and 1.
     """
     if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"only a Workflow can be linked, not a {type(workflow).__name__}; if it is a builder, "
             "build it first"
         )
-    settings, clients = LinkSettings(**options), _find_clients(workflow)
+    settings, clients = WorkflowSettings(**options, kv_share=kv_share), _find_clients(workflow)
     settings.check_agents(workflow.executors)
     linked = WorkflowLink(workflow, clients, settings, listen_for(workflow, settings))
-    if reason := linked.why_nothing_linked():
+    if reason := linked._planner.why_nothing_linked():
         logger.warning("link(workflow) links nothing: %s. Its agents run as usual.", reason)
     return linked
 
@@ -114,7 +123,7 @@ def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
     )
 
 
-class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
+class WorkflowLink(LinkedTeam["WorkflowLinkPlanner | ChatLinkPlanner"]):
     """Links a workflow, until it or the workflow's clients are closed.
 
     Use :func:`link` to make one.
@@ -124,27 +133,23 @@ class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
         self,
         workflow: Workflow,
         clients: Collection[FlashMoAChatClient],
-        settings: LinkSettings,
+        settings: WorkflowSettings,
         listener: Listener,
     ) -> None:
         self._workflow = workflow
-        report = Report(listener)
-        planner = WorkflowLinkPlanner(workflow, settings, report)
+        report, orchestrator = Report(listener), find_orchestrator(workflow)
+        planner = (
+            WorkflowLinkPlanner(workflow, settings, report)
+            if orchestrator is None
+            else ChatLinkPlanner(workflow, orchestrator, settings, report)
+        )
         observed = [each.linked_teams for each in clients]
         super().__init__(workflow, observed, planner, report, listener)
-
-    def why_nothing_linked(self) -> str | None:
-        """Return why no agent of the workflow can be linked; ``None`` if one can."""
-        if self._planner.linkable:
-            return None
-        if self._planner.unlinked_builder:
-            return f"{self._planner.unlinked_builder} is not linked"
-        return "no agent of the workflow is certain to read what another one writes"
 
     def _find_name(self, caller: Executor) -> str | None:
         return caller.id if self._workflow.executors.get(caller.id) is caller else None
 
-    def _begin(self, name: str, request: CallRequest) -> LinkedCall:
+    def _begin(self, name: str, request: CallRequest) -> LinkedCall | None:
         return self._planner.observe(name, request)
 
 
@@ -220,6 +225,14 @@ class WorkflowLinkPlanner(LinkPlanner):
             # If the messages that it reads were unknown, nothing has told the reason.
             self.links.decline(name, NotForecastable(reason))
         return self.begin(name, request, rewritten=rewritten, linkable=name in self.linkable)
+
+    def why_nothing_linked(self) -> str | None:
+        """Return why no agent of the workflow can be linked; ``None`` if one can."""
+        if self.linkable:
+            return None
+        if self.unlinked_builder:
+            return f"{self.unlinked_builder} is not linked"
+        return "no agent of the workflow is certain to read what another one writes"
 
     def why_unplanned(self, agent: str) -> str:
         if self.unlinked_builder is not None:

@@ -1,0 +1,191 @@
+"""What-if supersteps: find the next request of a chat, by running the framework's code on copies.
+
+A chat is a workflow that ``GroupChatBuilder`` has made: an orchestrator receives
+an agent's answer, decides who speaks next, and sends messages to the agents. A forecast is made in
+three steps:
+
+1. :class:`WhatIf` copies the executors that take part, and the messages that the run has sent and
+   not delivered yet. Copies of agents raise their first request instead of sending it. In a copy of
+   the orchestrator, the choice of the agent whose request is sought replaces the decision, and no
+   termination condition is left. So a forecast runs no user-defined code.
+2. The copy of the writer ends with an answer, in which a placeholder stands for its text
+   (:meth:`WhatIf.after_answer`); or the copy of the orchestrator goes on as if its manager had
+   decided (:meth:`WhatIf.after_decision`).
+3. The messages that follow are delivered to the copies, superstep by superstep, until the agent
+   asks its model.
+
+Messages to executors that do not take part are dropped. Neither the workflow nor telemetry nor
+middleware sees a forecast.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+from agent_framework import (
+    AgentExecutor,
+    AgentResponse,
+    Executor,
+    Message,
+    Workflow,
+    WorkflowContext,
+)
+from agent_framework._workflows._edge import InternalEdgeGroup
+from agent_framework._workflows._runner_context import WorkflowMessage
+from agent_framework_orchestrations import (
+    AgentBasedGroupChatOrchestrator,
+    AgentOrchestrationOutput,
+    BaseGroupChatOrchestrator,
+    GroupChatOrchestrator,
+)
+
+from flashmoa.frameworks import ChatRequest
+from flashmoa.frameworks.agent_framework.dry_run import (
+    captured_request,
+    copy_agent,
+    copy_agent_executor,
+    copy_containers,
+    copy_runner_context,
+    copy_session,
+    copy_state,
+    find_handler,
+)
+
+# The sender of messages that executors have received before the forecast.
+_BEFORE = "(before)"
+
+
+class WhatIf:
+    """A possible future of a running chat, up to the next request of the executor ``asked``.
+
+    Each forecast needs a new one.
+
+    Args:
+        asked: the id of an agent's executor, which is chosen to speak; or of the orchestrator,
+            whose manager is asked who speaks next.
+        orchestrator: the chat's orchestrator. It must be the framework's own.
+    """
+
+    def __init__(
+        self, workflow: Workflow, asked: str, orchestrator: BaseGroupChatOrchestrator
+    ) -> None:
+        self._workflow = workflow
+        self._asked = asked
+        self._orchestrator = orchestrator
+        self._state = copy_state(workflow)
+        self._sent = copy_runner_context(workflow)
+        pending: dict[str, list[WorkflowMessage]] = cast("Any", workflow._runner.context)._messages
+        self._sent._messages = {source: list(sent) for source, sent in pending.items()}
+        self._targets = find_targets(workflow)
+        self._copies: dict[str, Any] = {}
+
+    async def after_answer(self, writer: str, texts: Sequence[str]) -> ChatRequest:
+        """Return the request that follows if the writer's answer has these texts.
+
+        Args:
+            texts: the text of each message of the answer.
+
+        Raises: NotForecastable if no request follows, or the forecast fails.
+        """
+        shadow = self._copy_of(writer)
+        author = shadow._agent._get_agent_name()
+        answer = [Message("assistant", [text], author_name=author) for text in texts]
+
+        async def run(*_: object, **__: object) -> AgentResponse:
+            return AgentResponse(messages=answer)
+
+        shadow._agent.run = run
+        return await self._run(shadow._run_agent_and_emit(self._context(shadow, _BEFORE)))
+
+    async def after_decision(self, task: Sequence[Message]) -> ChatRequest:
+        """Return the request that follows if the manager, which is asked now, chooses its agent.
+
+        Args:
+            task: the messages that the manager decides on.
+
+        Raises: as :meth:`after_answer`.
+        """
+        shadow = self._copy_of(self._orchestrator.id)
+        return await self._run(shadow._handle_messages(list(task), self._context(shadow, _BEFORE)))
+
+    async def _run(self, beginning: Any) -> ChatRequest:
+        async def supersteps() -> None:
+            await beginning
+            while await self._sent.has_messages():
+                await self._superstep()
+
+        return await captured_request(supersteps())
+
+    async def _superstep(self) -> None:
+        """Deliver the messages that were sent so far to the copies that take part."""
+        for source, messages in (await self._sent.drain_messages()).items():
+            for message in messages:
+                for target in self._targets[source]:
+                    is_meant = message.target_id in (None, target)
+                    if is_meant and target in (self._asked, self._orchestrator.id):
+                        await self._deliver(message, target)
+
+    async def _deliver(self, message: WorkflowMessage, target: str) -> None:
+        shadow = self._copy_of(target)
+        if shadow.can_handle(message):
+            context = self._context(shadow, message.source_id)
+            await find_handler(shadow, message)(message.data, context)
+
+    def _context(self, shadow: Executor, source: str) -> _Context:
+        return _Context(shadow, [source], self._state, self._sent)
+
+    def _copy_of(self, name: str) -> Any:
+        if name not in self._copies:
+            executor = self._workflow.executors[name]
+            if isinstance(executor, AgentExecutor):
+                self._copies[name] = copy_agent_executor(executor)
+            else:
+                self._copies[name] = self._copy_orchestrator()
+        return self._copies[name]
+
+    def _copy_orchestrator(self) -> Any:
+        shadow = copy_containers(self._orchestrator)
+        shadow._termination_condition = None
+        if isinstance(shadow, GroupChatOrchestrator):
+            shadow._selection_func = partial(_choose, self._asked)
+        elif isinstance(shadow, AgentBasedGroupChatOrchestrator):
+            shadow._agent = copy_agent(shadow._agent)
+            shadow._session = copy_session(shadow._session)
+            if self._asked != shadow.id:
+                shadow._invoke_agent = partial(_decide, self._asked)
+        return shadow
+
+
+class _Context(WorkflowContext[Any, Any]):
+    """A handler's context that keeps the messages, and drops events and outputs."""
+
+    async def send_message(self, message: Any, target_id: str | None = None) -> None:
+        sent = WorkflowMessage(data=message, source_id=self._executor_id, target_id=target_id)
+        await self._runner_context.send_message(sent)
+
+    async def yield_output(self, output: Any) -> None: ...
+
+    async def add_event(self, event: Any) -> None: ...
+
+
+def find_targets(workflow: Workflow) -> defaultdict[str, list[str]]:
+    """Return the executors that each executor can send messages to."""
+    targets: defaultdict[str, list[str]] = defaultdict(list)
+    for group in workflow.edge_groups:
+        if not isinstance(group, InternalEdgeGroup):
+            for edge in group.edges:
+                targets[edge.source_id].append(edge.target_id)
+    return targets
+
+
+def _choose(speaker: str, _: object) -> str:
+    """Stand in for the selection function of a group chat."""
+    return speaker
+
+
+async def _decide(speaker: str, ctx: object) -> AgentOrchestrationOutput:
+    """Stand in for the call of a group chat's manager."""
+    return AgentOrchestrationOutput(terminate=False, reason="", next_speaker=speaker)

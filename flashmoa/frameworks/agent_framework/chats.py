@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import Any, cast
+from typing import Any
 
-from agent_framework import Executor, Message, Workflow
+from agent_framework import Executor, Message, RawAgent, Workflow
 from agent_framework._workflows._edge import InternalEdgeGroup
 from agent_framework_orchestrations import (
+    MAGENTIC_MANAGER_NAME,
     AgentBasedGroupChatOrchestrator,
     BaseGroupChatOrchestrator,
     GroupChatOrchestrator,
@@ -20,6 +21,7 @@ from agent_framework_orchestrations import (
 from flashmoa.frameworks import (
     CallRequest,
     CallResult,
+    ChatRequest,
     ExpectedRequest,
     LinkedCall,
     LinkPlanner,
@@ -31,15 +33,21 @@ from flashmoa.frameworks import (
 )
 from flashmoa.frameworks.agent_framework.client import agent_of
 from flashmoa.frameworks.agent_framework.dry_run import (
+    answers_requests,
     client_of,
+    get_conversation,
     why_not_run,
     why_rewritten,
 )
 from flashmoa.frameworks.agent_framework.what_if import WhatIf
 from flashmoa.observe import Listener
 
-_STOCK = (GroupChatOrchestrator, AgentBasedGroupChatOrchestrator)
-_DECIDES = "it decides who speaks next, and others do not get what it writes"
+_STOCK = (GroupChatOrchestrator, AgentBasedGroupChatOrchestrator, MagenticOrchestrator)
+# Why others do not get what a manager or an agent writes.
+_DECIDES = "it decides who speaks next"
+_INSTRUCTS = "its instruction is cut out of JSON"
+_UNKNOWN = "?"
+_SENDS_MORE = "others also read the calls and results of its tools"
 
 
 @dataclass(slots=True)
@@ -50,20 +58,19 @@ class _Answer:
         author: the id of its executor.
         history, length: the executor's conversation, which changes when the answer is complete.
         texts: the texts of the answer's earlier calls. Each text is a message of its own.
+        has_called_tools: whether an earlier call of the answer has called tools.
     """
 
     author: str
     history: list[Message]
     length: int
     texts: list[str] = field(default_factory=list[str])
+    has_called_tools: bool = False
 
-    def is_same(self, other: _Answer | None) -> bool:
+    def is_same(self, other: _Answer) -> bool:
         """Return whether the other object stands for this answer."""
-        return (
-            other is not None
-            and (self.author, self.length) == (other.author, other.length)
-            and self.history is other.history
-        )
+        is_alike = (self.author, self.length) == (other.author, other.length)
+        return is_alike and self.history is other.history
 
 
 @dataclass(frozen=True)
@@ -76,15 +83,7 @@ class WorkflowSettings(LinkSettings):
 def find_orchestrator(workflow: Workflow) -> BaseGroupChatOrchestrator | None:
     """Return the orchestrator of a chat; ``None`` if the workflow is no chat."""
     executors = workflow.executors.values()
-    return next(
-        (
-            each
-            for each in executors
-            if isinstance(each, BaseGroupChatOrchestrator)
-            and not isinstance(each, MagenticOrchestrator)
-        ),
-        None,
-    )
+    return next((each for each in executors if isinstance(each, BaseGroupChatOrchestrator)), None)
 
 
 class ChatLinkPlanner(LinkPlanner):
@@ -107,6 +106,7 @@ class ChatLinkPlanner(LinkPlanner):
         super().__init__(listener, settings, kv_share=settings.kv_share)
         self._workflow = workflow
         self._orchestrator: Any = orchestrator
+        self._is_magentic = isinstance(orchestrator, MagenticOrchestrator)
         self._refusal = why_refused(workflow, orchestrator)
         self._manager = orchestrator.id if agent_of(orchestrator) is not None else None
         self._members = list(orchestrator._participant_registry.participants)
@@ -138,12 +138,16 @@ class ChatLinkPlanner(LinkPlanner):
             # A run may begin before the end of the previous run is noticed.
             self.end_all("unused")
             self._run = run
+        linkable = name in self.linkable
         if name == self._manager:
-            return self.begin(name, request, _DECIDES, linkable=name in self.linkable)
+            rewritten = _INSTRUCTS if self._is_magentic else _DECIDES
+            return self.begin(name, request, rewritten, linkable)
+        answer = self._note_answer(executor)
         rewritten = why_rewritten(self._workflow, executor)
-        call = self.begin(name, request, rewritten, linkable=name in self.linkable)
+        if self._is_magentic and answer.has_called_tools:
+            rewritten = rewritten or _SENDS_MORE
+        call = self.begin(name, request, rewritten, linkable)
         self._calls += 1
-        self._note_answer(executor)
         return call
 
     def why_unplanned(self, agent: str) -> str:
@@ -166,34 +170,47 @@ class ChatLinkPlanner(LinkPlanner):
         return set(self._members) if self.caller == self._manager else set()
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
-        """Note the text of an answer that goes on after tools: it is a message of its own."""
-        if call.agent == self._manager:
-            super().call_answered(call, result)
-            return
-        if self._answer is not None and self._answer.author == call.agent and result.text:
-            self._answer.texts.append(result.text)
-        # Others get the text beside calls of tools, and nothing of the calls.
-        super().call_answered(call, replace(result, is_forwarded=bool(result.text)))
+        answer = self._answer
+        if answer is not None and answer.author == call.agent:
+            answer.has_called_tools |= not result.is_forwarded
+            answer.texts += [result.text] if result.text else []
+        if call.agent != self._manager and not self._is_magentic:
+            # Others get the text beside calls of tools, and nothing of the calls.
+            result = replace(result, is_forwarded=bool(result.text))
+        super().call_answered(call, result)
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
         """Return the manager's turn, and the turns of the agents that may be chosen."""
-        orchestrator, answer = self._orchestrator, self._answer
         if self._refusal is not None:
             return []
-        after = (frozenset([caller]),)
         if caller == self._manager:
-            # After an answer, the links that were made while it was written are kept.
-            return [] if answer is not None else self._candidates(after)
-        limit = orchestrator._max_rounds
-        if why_rewritten(self._workflow, self._workflow.executors[caller]) is not None or (
-            limit is not None and orchestrator._round_index >= limit
-        ):
+            return self._candidates((frozenset([caller]),)) if self._may_be_decided() else []
+        executor = self._workflow.executors[caller]
+        if why_rewritten(self._workflow, executor) is not None or self._ends_after_answer():
             return []
-        turns = self._candidates(after)
-        if self._manager is not None:
-            sure = orchestrator._termination_condition is None
-            turns.insert(0, Turn(self._manager, after, sure))
-        return turns
+        after = (frozenset([caller]),)
+        instructed = (frozenset([self._orchestrator.id]),) if self._is_magentic else ()
+        candidates = self._candidates((*after, *instructed))
+        if self._manager is None:
+            return candidates
+        sure = self._orchestrator._termination_condition is None
+        return [Turn(self._manager, after, sure), *candidates]
+
+    def _ends_after_answer(self) -> bool:
+        """Return whether the answer that is being written is the last one of the chat."""
+        limit = self._orchestrator._max_rounds
+        return limit is not None and self._orchestrator._round_index >= limit
+
+    def _may_be_decided(self) -> bool:
+        """Return whether the requests after the manager's present call can be told.
+
+        Not in a group chat after an answer: the links that were made while the answer was written
+        are kept. Not if Magentic's manager writes the final answer.
+        """
+        if not self._is_magentic:
+            return self._answer is None
+        ledger = self._orchestrator._progress_ledger
+        return ledger is None or not ledger.is_request_satisfied.answer
 
     def _candidates(self, after: tuple[frozenset[str], ...]) -> list[Turn]:
         """Return the turns of all agents but the last speaker, the likeliest first."""
@@ -208,23 +225,36 @@ class ChatLinkPlanner(LinkPlanner):
         if reason := why_not_run(self._workflow, self._workflow.executors[name]):
             raise NotForecastable(reason)
         placeholders, holds = Placeholders(turn.writers), self._watch()
-        what_if = WhatIf(self._workflow, name, self._orchestrator)
-        if self._answer is None:
-            request = await what_if.after_decision(self._task())
-        else:
-            author = self._answer.author
-            texts = [*self._answer.texts, placeholders.padded(author)]
-            request = await what_if.after_answer(author, texts)
-        return ExpectedRequest(turn, [request], placeholders, holds)
+        instruction = placeholders.padded(self._orchestrator.id)
+        requests: list[ChatRequest] = []
+        for texts in self._possible_answers(placeholders):
+            what_if = WhatIf(self._workflow, name, self._orchestrator, instruction)
+            if texts is None:
+                request = await what_if.after_decision(self._task())
+            else:
+                request = await what_if.after_answer(self.caller, texts)
+            requests += [request] if request not in requests else []
+        return ExpectedRequest(turn, requests, placeholders, holds)
 
-    def _note_answer(self, executor: Executor) -> None:
-        """Note that an agent begins an answer, unless its answer goes on after tools."""
+    def _possible_answers(self, placeholders: Placeholders) -> list[list[str] | None]:
+        """Return the texts of each answer that the caller may give; ``None`` for a decision."""
+        answer = self._answer
+        if answer is None or self.caller == self._manager:
+            return [None]
+        if self._is_magentic and answer.has_called_tools:
+            return [[], [_UNKNOWN]]
+        return [[*answer.texts, placeholders.padded(answer.author)]]
+
+    def _note_answer(self, executor: Executor) -> _Answer:
+        """Note that an agent begins an answer, or that its answer goes on. Return the answer."""
         history: list[Message] = getattr(executor, "_full_conversation", [])
         answer = _Answer(executor.id, history, len(history))
-        if answer.is_same(self._answer):
-            return
+        if self._answer is not None and answer.is_same(self._answer):
+            return self._answer
+        answer.has_called_tools = answers_requests(get_conversation(executor))
         self._followed[self._last_speaker, executor.id] += 1
         self._last_speaker, self._answer = executor.id, answer
+        return answer
 
     def _task(self) -> list[Message]:
         """Return the task that the manager decides on, in its first call of a run."""
@@ -235,7 +265,10 @@ class ChatLinkPlanner(LinkPlanner):
         return conversation[place:]
 
     def _conversation(self) -> list[Message]:
-        return self._orchestrator._full_conversation
+        if not self._is_magentic:
+            return self._orchestrator._full_conversation
+        context = self._orchestrator._magentic_context
+        return [] if context is None else context.chat_history
 
     def _watch(self) -> Callable[[Prompt, Turn | None], bool]:
         """Return a function that returns whether a request that is expected now is still right.
@@ -243,16 +276,19 @@ class ChatLinkPlanner(LinkPlanner):
         It is not after another call of an agent, or if somebody has spoken whose calls the planner
         does not see.
         """
-        calls, known, answer = self._calls, list(self._conversation()), self._answer
-        author = "" if answer is None else get_author(self._workflow.executors[answer.author])
+        calls, known = self._calls, list(self._conversation())
+        authors = {MAGENTIC_MANAGER_NAME} if self._is_magentic else set[str]()
+        if self._answer is not None:
+            authors.add(get_author(self._workflow.executors[self._answer.author]))
 
         def holds(_prompt: Prompt, _now: Turn | None) -> bool:
             now = self._conversation()
+            new = [each for each in now[len(known) :] if each.role != "tool"]
             return (
                 calls == self._calls
                 and len(now) >= len(known)
                 and all(map(is_, known, now))
-                and all(message.author_name == author for message in now[len(known) :])
+                and authors.issuperset(each.author_name for each in new)
             )
 
         return holds
@@ -260,7 +296,8 @@ class ChatLinkPlanner(LinkPlanner):
 
 def get_author(executor: Executor) -> str:
     """Return the name that the messages of an executor's agent have."""
-    return cast("Any", executor).agent._get_agent_name()
+    agent: Any = agent_of(executor)
+    return agent._get_agent_name() if isinstance(agent, RawAgent) else executor.id
 
 
 def why_refused(workflow: Workflow, orchestrator: Executor) -> str | None:

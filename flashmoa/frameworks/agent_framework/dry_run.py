@@ -46,6 +46,7 @@ from agent_framework_orchestrations import (
     AgentBasedGroupChatOrchestrator,
     MagenticAgentExecutor,
     MagenticOrchestrator,
+    StandardMagenticManager,
 )
 
 from flashmoa.frameworks import ChatRequest, NotForecastable, RequestCaptured, first_request
@@ -85,6 +86,9 @@ _AGENT_EXECUTORS = (AgentExecutor, MagenticAgentExecutor)
 # Orchestrators that ask a manager, an agent.
 _MANAGERS = (AgentBasedGroupChatOrchestrator, MagenticOrchestrator)
 
+# Types of contents that reply to an agent's requests to the workflow's user.
+_REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
+
 _WORKFLOWS = (
     Workflow,
     WorkflowAgent,
@@ -97,6 +101,15 @@ _WORKFLOWS = (
 def get_conversation(executor: Executor) -> list[Message]:
     """Return the conversation that a running agent was given; empty for any other executor."""
     return list(executor._cache) if isinstance(executor, AgentExecutor) else []
+
+
+def answers_requests(conversation: Sequence[Message]) -> bool:
+    """Return whether an agent resumes with an approval of a tool, or a result that it asked for.
+
+    Others then also get the results.
+    """
+    contents = conversation[-1].contents if conversation else []
+    return any(content.type in _REPLIES for content in contents)
 
 
 def make_response(
@@ -261,6 +274,9 @@ def why_not_run(workflow: Workflow, executor: Executor) -> str | None:
         return "it runs a workflow, and a copy would run the same one; link that workflow itself"
     if type(executor) not in (*_AGENT_EXECUTORS, *_MANAGERS):
         return _why_no_agent(executor)
+    manager = getattr(executor, "_manager", None)
+    if manager is not None and type(manager) is not StandardMagenticManager:
+        return f"its manager is a {type(manager).__name__}, not a StandardMagenticManager"
     if reason := _why_unpredictable(workflow, executor):
         return reason
     run_tools = workflow._runner.context.get_runtime_tools()

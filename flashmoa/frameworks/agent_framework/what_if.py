@@ -1,8 +1,8 @@
 """What-if supersteps: find the next request of a chat, by running the framework's code on copies.
 
-A chat is a workflow that ``GroupChatBuilder`` has made: an orchestrator receives
-an agent's answer, decides who speaks next, and sends messages to the agents. A forecast is made in
-three steps:
+A chat is a workflow that ``GroupChatBuilder`` or ``MagenticBuilder`` has made: an orchestrator
+receives an agent's answer, decides who speaks next, and sends messages to the agents. A forecast is
+made in three steps:
 
 1. :class:`WhatIf` copies the executors that take part, and the messages that the run has sent and
    not delivered yet. Copies of agents raise their first request instead of sending it. In a copy of
@@ -20,9 +20,12 @@ middleware sees a forecast.
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 from agent_framework import (
@@ -40,6 +43,9 @@ from agent_framework_orchestrations import (
     AgentOrchestrationOutput,
     BaseGroupChatOrchestrator,
     GroupChatOrchestrator,
+    MagenticOrchestrator,
+    MagenticProgressLedger,
+    MagenticProgressLedgerItem,
 )
 
 from flashmoa.frameworks import ChatRequest
@@ -67,14 +73,20 @@ class WhatIf:
         asked: the id of an agent's executor, which is chosen to speak; or of the orchestrator,
             whose manager is asked who speaks next.
         orchestrator: the chat's orchestrator. It must be the framework's own.
+        instruction: the manager's instruction to the agent (Magentic only).
     """
 
     def __init__(
-        self, workflow: Workflow, asked: str, orchestrator: BaseGroupChatOrchestrator
+        self,
+        workflow: Workflow,
+        asked: str,
+        orchestrator: BaseGroupChatOrchestrator,
+        instruction: str = "",
     ) -> None:
         self._workflow = workflow
         self._asked = asked
         self._orchestrator = orchestrator
+        self._instruction = instruction
         self._state = copy_state(workflow)
         self._sent = copy_runner_context(workflow)
         pending: dict[str, list[WorkflowMessage]] = cast("Any", workflow._runner.context)._messages
@@ -104,12 +116,15 @@ class WhatIf:
         """Return the request that follows if the manager, which is asked now, chooses its agent.
 
         Args:
-            task: the messages that the manager decides on.
+            task: the messages that the manager decides on. (Magentic's manager has sent them on.)
 
         Raises: as :meth:`after_answer`.
         """
         shadow = self._copy_of(self._orchestrator.id)
-        return await self._run(shadow._handle_messages(list(task), self._context(shadow, _BEFORE)))
+        context = self._context(shadow, _BEFORE)
+        if isinstance(shadow, MagenticOrchestrator):
+            return await self._run(shadow._run_inner_loop_helper(context))
+        return await self._run(shadow._handle_messages(list(task), context))
 
     async def _run(self, beginning: Any) -> ChatRequest:
         async def supersteps() -> None:
@@ -156,7 +171,21 @@ class WhatIf:
             shadow._session = copy_session(shadow._session)
             if self._asked != shadow.id:
                 shadow._invoke_agent = partial(_decide, self._asked)
+        elif isinstance(shadow, MagenticOrchestrator):
+            shadow._magentic_context = _copy_magentic(shadow._magentic_context)
+            shadow._max_rounds = None  # The present round has been counted.
+            shadow._manager = self._copy_magentic_manager()
         return shadow
+
+    def _copy_magentic_manager(self) -> Any:
+        if self._asked == self._orchestrator.id:
+            manager: Any = copy.copy(cast("Any", self._orchestrator)._manager)
+            manager._agent = copy_agent(manager._agent)
+        else:
+            ledger = partial(_keep_ledger, self._asked, self._instruction)
+            manager = SimpleNamespace(create_progress_ledger=ledger, max_stall_count=sys.maxsize)
+        manager.max_reset_count = None
+        return manager
 
 
 class _Context(WorkflowContext[Any, Any]):
@@ -186,6 +215,33 @@ def _choose(speaker: str, _: object) -> str:
     return speaker
 
 
+def _copy_magentic(context: Any) -> Any:
+    """Copy the context of a Magentic chat.
+
+    The orchestrator gives its manager deep copies of the context, which are dear. The manager only
+    reads them, so here it gets the context itself.
+    """
+    shadow = copy_containers(context)
+
+    def clone(*, deep: bool) -> Any:
+        return shadow
+
+    shadow.clone = clone
+    return shadow
+
+
 async def _decide(speaker: str, ctx: object) -> AgentOrchestrationOutput:
     """Stand in for the call of a group chat's manager."""
     return AgentOrchestrationOutput(terminate=False, reason="", next_speaker=speaker)
+
+
+async def _keep_ledger(speaker: str, instruction: str, _: object) -> MagenticProgressLedger:
+    """Stand in for the call of a Magentic chat's manager."""
+    item = MagenticProgressLedgerItem
+    return MagenticProgressLedger(
+        is_request_satisfied=item("", False),
+        is_in_loop=item("", False),
+        is_progress_being_made=item("", True),
+        next_speaker=item("", speaker),
+        instruction_or_question=item("", instruction),
+    )

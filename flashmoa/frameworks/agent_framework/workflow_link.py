@@ -41,6 +41,7 @@ from flashmoa.frameworks.agent_framework.chats import (
 )
 from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient
 from flashmoa.frameworks.agent_framework.dry_run import (
+    answers_requests,
     asks_no_model,
     client_of,
     dry_run,
@@ -57,10 +58,7 @@ logger = logging.getLogger(__name__)
 # Builders of workflows that are not linked, by a class of executors that only they make.
 _UNLINKED_BUILDERS = {
     "HandoffAgentExecutor": "HandoffBuilder",
-    "MagenticOrchestrator": "MagenticBuilder",
 }
-# Types of contents that reply to an agent's requests to the workflow's user.
-_REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
 
 def link(
@@ -72,13 +70,13 @@ def link(
     workflow again replaces the first link.
 
     Args:
-        workflow: a workflow made by ``SequentialBuilder`` or ``GroupChatBuilder``, or by
-            ``WorkflowBuilder`` without conditions on edges. Other workflows are not linked, which
-            is logged. The agents' clients must be ``FlashMoAChatClient``. These agents run
-            unlinked: agents with other clients, agents of user-defined classes, agents with
-            middleware (also of the client or the run), compaction strategies, context providers or
-            MCP servers, and agents whose client has hooks (``message_preparer``,
-            ``response_parser``). Linking only runs the framework's own code.
+        workflow: a workflow made by ``SequentialBuilder``, ``GroupChatBuilder`` or
+            ``MagenticBuilder``, or by ``WorkflowBuilder`` without conditions on edges. Other
+            workflows are not linked, which is logged. The agents' clients must be
+            ``FlashMoAChatClient``. These agents run unlinked: agents with other clients, agents of
+            user-defined classes, agents with middleware (also of the client or the run), compaction
+            strategies, context providers or MCP servers, and agents whose client has hooks
+            (``message_preparer``, ``response_parser``). Linking only runs the framework's own code.
         kv_share: the share of an engine's KV pool for agents that may speak next but need not.
             Only a workflow that chooses its speakers has such agents.
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
@@ -214,7 +212,7 @@ class WorkflowLinkPlanner(LinkPlanner):
                 self.end_all("unused")
         conversation = get_conversation(executor)
         self._known.conversations.setdefault(name, conversation)
-        if rewritten is not None or _answers_requests(conversation):
+        if rewritten is not None or answers_requests(conversation):
             self._known.unpredicted.add(name)
         delivery = self._deliveries.get(name)
         if (
@@ -300,15 +298,6 @@ def find_unlinked_builder(workflow: Workflow) -> str | None:
     return next(
         (_UNLINKED_BUILDERS[k.__name__] for k in kinds if k.__name__ in _UNLINKED_BUILDERS), None
     )
-
-
-def _answers_requests(conversation: Sequence[Message]) -> bool:
-    """Return whether an agent resumes with an approval of a tool, or a result that it asked for.
-
-    Others then also get the results.
-    """
-    contents = conversation[-1].contents if conversation else []
-    return any(content.type in _REPLIES for content in contents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from agent_framework.openai import OpenAIChatCompletionClient
 from agent_framework.orchestrations import (
     ConcurrentBuilder,
     HandoffBuilder,
-    MagenticBuilder,
     SequentialBuilder,
 )
 from openai import AsyncOpenAI
@@ -51,12 +50,6 @@ def handoff(client: FlashMoAChatClient) -> Workflow:
     return HandoffBuilder(participants=members).with_start_agent(members[0]).build()
 
 
-def magentic(client: FlashMoAChatClient) -> Workflow:
-    members = [agent(client, "a")]
-    boss = agent(client, "boss")
-    return MagenticBuilder(participants=members, manager_agent=boss, max_round_count=1).build()
-
-
 def concurrent(client: FlashMoAChatClient) -> Workflow:
     return ConcurrentBuilder(participants=[agent(client, name) for name in "abc"]).build()
 
@@ -70,7 +63,6 @@ def conditional(client: FlashMoAChatClient) -> Workflow:
     ("make", "logged", "reasons"),
     [
         (handoff, "HandoffBuilder is not linked", {"HandoffBuilder is not linked"}),
-        (magentic, "MagenticBuilder is not linked", {"MagenticBuilder is not linked"}),
         (concurrent, "is certain to read", {FIRST, "it reads no agent's text"}),
         (
             conditional,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
-import httpx
+import openai
 from agent_framework import Agent, Message, Workflow
 from agent_framework.orchestrations import SequentialBuilder
 from anyio.streams.memory import MemoryObjectSendStream
@@ -19,6 +20,10 @@ from anyio.streams.memory import MemoryObjectSendStream
 from flashmoa.agent_framework import FlashMoAChatClient, link
 from flashmoa.engine.wire import CALL_HEADER, STREAM_HEADER
 from flashmoa.observe import Event, LinkDeclined
+
+# OpenAI's client 3 is built on httpx2, earlier ones on httpx.
+_MODULE = "httpx2" if int(openai.__version__.split(".")[0]) >= 3 else "httpx"
+httpx: Any = importlib.import_module(_MODULE)
 
 ANSWER = "one two three four"
 _NUMBERS = itertools.count()
@@ -112,7 +117,7 @@ class FakeEngine:
             ttl_seconds=30.0,
         )
 
-    async def _chat(self, request: httpx.Request) -> httpx.Response:
+    async def _chat(self, request: Any) -> Any:
         body: dict[str, Any] = json.loads(await request.aread())
         streamed = self._streams.get(request.headers.get(STREAM_HEADER, ""))
         self.sent.append(Sent(render(body["messages"], body.get("tools")), streamed))
@@ -141,10 +146,10 @@ class FakeEngine:
 class _Transport(httpx.AsyncBaseTransport):
     """Answers chat completions by a function."""
 
-    def __init__(self, answer: Callable[[httpx.Request], Awaitable[httpx.Response]]) -> None:
+    def __init__(self, answer: Callable[[Any], Awaitable[Any]]) -> None:
         self._answer = answer
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: Any) -> Any:
         return await self._answer(request)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_
-from typing import Any
+from typing import Any, cast
 
 from agent_framework import Executor, Message, RawAgent, Workflow
 from agent_framework._workflows._edge import InternalEdgeGroup
@@ -15,6 +14,7 @@ from agent_framework_orchestrations import (
     AgentBasedGroupChatOrchestrator,
     BaseGroupChatOrchestrator,
     GroupChatOrchestrator,
+    HandoffAgentExecutor,
     MagenticOrchestrator,
 )
 
@@ -41,6 +41,7 @@ from flashmoa.frameworks.agent_framework.dry_run import (
 )
 from flashmoa.frameworks.agent_framework.what_if import WhatIf
 from flashmoa.observe import Listener
+from flashmoa.observe.events import LATE
 
 _STOCK = (GroupChatOrchestrator, AgentBasedGroupChatOrchestrator, MagenticOrchestrator)
 # Why others do not get what a manager or an agent writes.
@@ -80,8 +81,13 @@ class WorkflowSettings(LinkSettings):
     kv_share: float = 0.5
 
 
+def is_chat(workflow: Workflow) -> bool:
+    kinds = (BaseGroupChatOrchestrator, HandoffAgentExecutor)
+    return any(isinstance(each, kinds) for each in workflow.executors.values())
+
+
 def find_orchestrator(workflow: Workflow) -> BaseGroupChatOrchestrator | None:
-    """Return the orchestrator of a chat; ``None`` if the workflow is no chat."""
+    """Return the orchestrator of a chat; ``None`` if its agents hand off to each other."""
     executors = workflow.executors.values()
     return next((each for each in executors if isinstance(each, BaseGroupChatOrchestrator)), None)
 
@@ -90,7 +96,11 @@ class ChatLinkPlanner(LinkPlanner):
     """Plans the links of a chat.
 
     While an agent writes, links go to the manager, if a model decides who speaks next, and to every
-    other agent. While the manager decides, these links are kept.
+    other agent; if agents hand off to each other, to the agents that the writer can hand off to.
+    While the manager decides, these links are kept.
+
+    Args:
+        orchestrator: the chat's orchestrator; ``None`` if agents hand off to each other.
 
     Attributes:
         linkable: the agents that have a FlashMoA client, and the manager if it has one.
@@ -99,7 +109,7 @@ class ChatLinkPlanner(LinkPlanner):
     def __init__(
         self,
         workflow: Workflow,
-        orchestrator: BaseGroupChatOrchestrator,
+        orchestrator: BaseGroupChatOrchestrator | None,
         settings: WorkflowSettings,
         listener: Listener,
     ) -> None:
@@ -108,16 +118,26 @@ class ChatLinkPlanner(LinkPlanner):
         self._orchestrator: Any = orchestrator
         self._is_magentic = isinstance(orchestrator, MagenticOrchestrator)
         self._refusal = why_refused(workflow, orchestrator)
-        self._manager = orchestrator.id if agent_of(orchestrator) is not None else None
-        self._members = list(orchestrator._participant_registry.participants)
+        executors = workflow.executors.values()
+        self._decider = "" if orchestrator is None else orchestrator.id
+        self._manager: str | None = None
+        if orchestrator is None:
+            handing_off = [each for each in executors if isinstance(each, HandoffAgentExecutor)]
+            self._members = [each.id for each in handing_off]
+        else:
+            self._members = list(orchestrator._participant_registry.participants)
+            self._manager = orchestrator.id if agent_of(orchestrator) is not None else None
+        callers = {*self._members, self._manager}
         self.linkable = {
-            name
-            for name in [*self._members, orchestrator.id]
-            if client_of(workflow.executors[name]) is not None and self._refusal is None
+            each.id
+            for each in executors
+            if each.id in callers and client_of(each) is not None and self._refusal is None
         }
         # The framework's object for the current run.
         self._run: object = None
         self._answer: _Answer | None = None
+        self._has_answer = False  # Whether the last call has been answered.
+        self._late: set[str] = set()  # Agents whose requests were sought after that.
         self._last_speaker = ""
         # How often an agent has spoken after another one.
         self._followed: Counter[tuple[str, str]] = Counter()
@@ -138,7 +158,7 @@ class ChatLinkPlanner(LinkPlanner):
             # A run may begin before the end of the previous run is noticed.
             self.end_all("unused")
             self._run = run
-        linkable = name in self.linkable
+        linkable, self._has_answer = name in self.linkable, False
         if name == self._manager:
             rewritten = _INSTRUCTS if self._is_magentic else _DECIDES
             return self.begin(name, request, rewritten, linkable)
@@ -148,12 +168,13 @@ class ChatLinkPlanner(LinkPlanner):
             rewritten = rewritten or _SENDS_MORE
         call = self.begin(name, request, rewritten, linkable)
         self._calls += 1
+        self._late.clear()
         return call
 
     def why_unplanned(self, agent: str) -> str:
         if self._refusal is not None and self._has_begun:
             return self._refusal
-        return super().why_unplanned(agent)
+        return LATE if agent in self._late else super().why_unplanned(agent)
 
     def why_nothing_linked(self) -> str | None:
         """Return why no agent of the chat can be linked; ``None`` if one can."""
@@ -170,13 +191,16 @@ class ChatLinkPlanner(LinkPlanner):
         return set(self._members) if self.caller == self._manager else set()
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
-        answer = self._answer
-        if answer is not None and answer.author == call.agent:
-            answer.has_called_tools |= not result.is_forwarded
-            answer.texts += [result.text] if result.text else []
+        self._has_answer |= call.agent == self.caller
+        answer, beside = self._answer, cast("tuple[str, ...] | None", result.tool_calls)
+        if answer is not None and answer.author == call.agent and beside is not None:
+            answer.has_called_tools = True
+            answer.texts += beside
         if call.agent != self._manager and not self._is_magentic:
-            # Others get the text beside calls of tools, and nothing of the calls.
-            result = replace(result, is_forwarded=bool(result.text))
+            # Others get a text beside calls of tools, and nothing of the calls.
+            is_text = bool(result.text) and result.is_forwarded
+            is_forwarded = is_text if beside is None else len(beside) == 1
+            result = replace(result, is_forwarded=is_forwarded)
         super().call_answered(call, result)
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
@@ -188,8 +212,11 @@ class ChatLinkPlanner(LinkPlanner):
         executor = self._workflow.executors[caller]
         if why_rewritten(self._workflow, executor) is not None or self._ends_after_answer():
             return []
+        if self._orchestrator is None:
+            targets = getattr(executor, "_handoff_targets", ())
+            return [turn for turn in self._candidates(()) if turn.agent in targets]
         after = (frozenset([caller]),)
-        instructed = (frozenset([self._orchestrator.id]),) if self._is_magentic else ()
+        instructed = (frozenset([self._decider]),) if self._is_magentic else ()
         candidates = self._candidates((*after, *instructed))
         if self._manager is None:
             return candidates
@@ -198,6 +225,8 @@ class ChatLinkPlanner(LinkPlanner):
 
     def _ends_after_answer(self) -> bool:
         """Return whether the answer that is being written is the last one of the chat."""
+        if self._orchestrator is None:
+            return False
         limit = self._orchestrator._max_rounds
         return limit is not None and self._orchestrator._round_index >= limit
 
@@ -208,7 +237,7 @@ class ChatLinkPlanner(LinkPlanner):
         are kept. Not if Magentic's manager writes the final answer.
         """
         if not self._is_magentic:
-            return self._answer is None
+            return self._answer is None and bool(self._task())
         ledger = self._orchestrator._progress_ledger
         return ledger is None or not ledger.is_request_satisfied.answer
 
@@ -219,31 +248,46 @@ class ChatLinkPlanner(LinkPlanner):
         names.sort(key=lambda name: -self._followed[last, name])
         return [Turn(name, after, sure=False) for name in names]
 
-    async def expect(self, turn: Turn) -> ExpectedRequest:
-        """Return an agent's next request, from a what-if superstep."""
+    async def expect(self, turn: Turn) -> ExpectedRequest | None:
+        """Return an agent's next request, from what-if supersteps.
+
+        ``None`` if the caller has its answer: then the workflow goes on, and no state of it says
+        which messages the executors are still to send.
+        """
         name = turn.agent
+        if self._has_answer:
+            self._late.add(name)
+            return None
         if reason := why_not_run(self._workflow, self._workflow.executors[name]):
             raise NotForecastable(reason)
         placeholders, holds = Placeholders(turn.writers), self._watch()
-        instruction = placeholders.padded(self._orchestrator.id)
+        instruction = placeholders.padded(self._decider)
+        is_deciding = self.caller == self._manager
+        writer, task = None if is_deciding else self.caller, self._task()
+        answers = self._possible_answers(placeholders)
+        # All copies are made before the workflow goes on.
+        futures = [
+            WhatIf(self._workflow, name, writer, self._orchestrator, instruction) for _ in answers
+        ]
         requests: list[ChatRequest] = []
-        for texts in self._possible_answers(placeholders):
-            what_if = WhatIf(self._workflow, name, self._orchestrator, instruction)
-            if texts is None:
-                request = await what_if.after_decision(self._task())
-            else:
-                request = await what_if.after_answer(self.caller, texts)
+        for future, texts in zip(futures, answers, strict=True):
+            request = await (
+                future.after_decision(task) if is_deciding else future.after_answer(texts)
+            )
             requests += [request] if request not in requests else []
         return ExpectedRequest(turn, requests, placeholders, holds)
 
-    def _possible_answers(self, placeholders: Placeholders) -> list[list[str] | None]:
-        """Return the texts of each answer that the caller may give; ``None`` for a decision."""
-        answer = self._answer
-        if answer is None or self.caller == self._manager:
-            return [None]
-        if self._is_magentic and answer.has_called_tools:
+    def _possible_answers(self, placeholders: Placeholders) -> list[list[str]]:
+        """Return the texts of each answer that the caller may give; none if it decides."""
+        if self.caller == self._manager:
+            return [[]]
+        texts = [] if self._answer is None else self._answer.texts
+        if self._orchestrator is None:
+            # Beside a call that hands off, many models write nothing.
+            return [[*texts], [*texts, _UNKNOWN]]
+        if self._is_magentic and self._answer is not None and self._answer.has_called_tools:
             return [[], [_UNKNOWN]]
-        return [[*answer.texts, placeholders.padded(answer.author)]]
+        return [[*texts, placeholders.padded(self.caller)]]
 
     def _note_answer(self, executor: Executor) -> _Answer:
         """Note that an agent begins an answer, or that its answer goes on. Return the answer."""
@@ -265,6 +309,8 @@ class ChatLinkPlanner(LinkPlanner):
         return conversation[place:]
 
     def _conversation(self) -> list[Message]:
+        if self._orchestrator is None:
+            return []  # Each agent has its own, and all calls are seen.
         if not self._is_magentic:
             return self._orchestrator._full_conversation
         context = self._orchestrator._magentic_context
@@ -276,20 +322,22 @@ class ChatLinkPlanner(LinkPlanner):
         It is not after another call of an agent, or if somebody has spoken whose calls the planner
         does not see.
         """
-        calls, known = self._calls, list(self._conversation())
+        calls, known = self._calls, self._conversation()
+        length, last = len(known), known[-1] if known else None
         authors = {MAGENTIC_MANAGER_NAME} if self._is_magentic else set[str]()
         if self._answer is not None:
             authors.add(get_author(self._workflow.executors[self._answer.author]))
 
         def holds(_prompt: Prompt, _now: Turn | None) -> bool:
             now = self._conversation()
-            new = [each for each in now[len(known) :] if each.role != "tool"]
-            return (
-                calls == self._calls
-                and len(now) >= len(known)
-                and all(map(is_, known, now))
-                and authors.issuperset(each.author_name for each in new)
-            )
+            if (
+                calls != self._calls
+                or len(now) < length
+                or (length and now[length - 1] is not last)
+            ):
+                return False
+            new = [each for each in now[length:] if each.role != "tool"]
+            return authors.issuperset(each.author_name for each in new)
 
         return holds
 
@@ -300,13 +348,16 @@ def get_author(executor: Executor) -> str:
     return agent._get_agent_name() if isinstance(agent, RawAgent) else executor.id
 
 
-def why_refused(workflow: Workflow, orchestrator: Executor) -> str | None:
+def why_refused(workflow: Workflow, orchestrator: Executor | None) -> str | None:
     """Return why nobody can tell a chat's next requests without user-defined code, or ``None``."""
-    kind = type(orchestrator)
-    own = [name for name, value in vars(orchestrator).items() if callable(value)]
-    if kind not in _STOCK or any(hasattr(kind, name) for name in own):
-        return f"its workflow's {kind.__name__} has rules that are not Agent Framework's own"
+    if orchestrator is not None:
+        kind = type(orchestrator)
+        own = [name for name, value in vars(orchestrator).items() if callable(value)]
+        if kind not in _STOCK or any(hasattr(kind, name) for name in own):
+            return f"its workflow's {kind.__name__} has rules that are not Agent Framework's own"
     groups = [each for each in workflow.edge_groups if not isinstance(each, InternalEdgeGroup)]
-    if any(edge.has_condition for group in groups for edge in group.edges):
+    if any(getattr(each, "selection_func", None) is not None for each in groups) or any(
+        edge.has_condition for each in groups for edge in each.edges
+    ):
         return "its workflow has edges with conditions, which are code of your own"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
+from itertools import groupby
 from typing import Any, ClassVar, Self, cast
 
 from agent_framework import (
@@ -127,7 +128,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         with self._begin(options) as call, call.making(), advising(self.engine.url):
             response = await answer
             contents = [part for message in response.messages for part in message.contents]
-            _finish_call(call, contents, response.finish_reason)
+            texts = [part.text for part in contents if part.type == "text" and part.text]
+            _finish_call(call, contents, texts, response.finish_reason)
             return response
 
     async def _observe_updates(
@@ -143,7 +145,12 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
                     contents += update.contents
                     reason = update.finish_reason or reason
                     yield update
-            _finish_call(call, contents, reason)
+            # Pieces that follow each other become one text.
+            runs = groupby(contents, key=lambda part: part.type)
+            texts = [
+                "".join(part.text or "" for part in run) for kind, run in runs if kind == "text"
+            ]
+            _finish_call(call, contents, [text for text in texts if text], reason)
 
     def _begin(self, options: Mapping[str, Any]) -> ObservedCall:
         """Begin a call whose request is about to be sent; linked workflows observe it."""
@@ -195,7 +202,12 @@ def agent_of(executor: Executor) -> object | None:
     return None
 
 
-def _finish_call(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:
-    text = "".join(part.text or "" for part in contents if part.type == "text")
+def _finish_call(
+    call: ObservedCall, contents: Sequence[Content], texts: Sequence[str], reason: str | None
+) -> None:
     calls_tools = any(part.type == "function_call" for part in contents)
-    call.finish(CallResult(text, call.usage, reason, is_forwarded=not calls_tools))
+    # Requests show each text as a message of its own.
+    is_forwarded = not calls_tools and len(texts) <= 1
+    beside = tuple(texts) if calls_tools else None
+    text = "".join(texts)
+    call.finish(CallResult(text, call.usage, reason, is_forwarded, tool_calls=beside))

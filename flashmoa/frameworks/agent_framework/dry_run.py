@@ -22,6 +22,7 @@ from agent_framework import (
     AgentResponse,
     AgentSession,
     BaseAgent,
+    ChatContext,
     Executor,
     FunctionalWorkflow,
     FunctionalWorkflowAgent,
@@ -36,6 +37,7 @@ from agent_framework import (
     normalize_tools,
 )
 from agent_framework._mcp import MCPTool
+from agent_framework._sessions import PerServiceCallHistoryPersistingMiddleware
 from agent_framework._workflows._agent_utils import prepare_agent_run_args
 from agent_framework._workflows._const import (
     RESOLVED_WORKFLOW_RUN_KWARGS_KEY,
@@ -44,9 +46,14 @@ from agent_framework._workflows._const import (
 from agent_framework._workflows._state import State
 from agent_framework_orchestrations import (
     AgentBasedGroupChatOrchestrator,
+    HandoffAgentExecutor,
     MagenticAgentExecutor,
     MagenticOrchestrator,
     StandardMagenticManager,
+)
+from agent_framework_orchestrations._handoff import (
+    _AutoHandoffContextProvider,
+    _AutoHandoffMiddleware,
 )
 
 from flashmoa.frameworks import ChatRequest, NotForecastable, RequestCaptured, first_request
@@ -82,10 +89,14 @@ _AGENT_METHODS = (
 _OTHER_CODE = {"_parse_usage_from_openai", "tokenizer", "compaction_strategy"}
 
 # Executors that send others an agent's answer. Subclasses may send something else.
-_AGENT_EXECUTORS = (AgentExecutor, MagenticAgentExecutor)
+_AGENT_EXECUTORS = (AgentExecutor, MagenticAgentExecutor, HandoffAgentExecutor)
 # Orchestrators that ask a manager, an agent.
 _MANAGERS = (AgentBasedGroupChatOrchestrator, MagenticOrchestrator)
 
+# The framework's own middleware and context providers. That of ``HandoffBuilder`` ends an answer at
+# a handoff, and neither changes a request.
+_OWN_MIDDLEWARE = (PerServiceCallHistoryPersistingMiddleware, _AutoHandoffMiddleware)
+_OWN_PROVIDERS = (InMemoryHistoryProvider, _AutoHandoffContextProvider)
 # Types of contents that reply to an agent's requests to the workflow's user.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
@@ -215,11 +226,21 @@ def copy_agent(original: Any) -> Any:
 
 
 def _capturing(client: FlashMoAChatClient) -> FlashMoAChatClient:
-    def get_response(messages: Sequence[Message], **arguments: Any) -> Any:
+    async def get_response(messages: Sequence[Message], **arguments: Any) -> None:
         if reason := why_call_unpredictable(client, arguments):
             raise NotForecastable(reason)
-        body = client._prepare_options(messages, arguments.get("options") or {})
-        raise RequestCaptured(ChatRequest(client.engine, body))
+        options: dict[str, Any] = {**(arguments.get("options") or {})}
+        context = ChatContext(client, list(messages), options)
+
+        async def capture() -> None:
+            body = client._prepare_options(context.messages, context.options or {})
+            raise RequestCaptured(ChatRequest(client.engine, body))
+
+        for each in _get_middleware(arguments):
+            if isinstance(each, PerServiceCallHistoryPersistingMiddleware):
+                # It loads the history for each request.
+                await each.process(context, capture)
+        await capture()
 
     shadow: Any = copy.copy(client)
     shadow.get_response = get_response
@@ -309,12 +330,21 @@ def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, A
     options: Mapping[str, Any] = arguments.get("options") or {}
     if options.get("store") or options.get("conversation_id"):
         return "a service keeps its history (store, conversation_id), and gets only new messages"
-    client_kwargs: Mapping[str, Any] = arguments.get("client_kwargs") or {}
     if client.chat_middleware:
         return "its client has middleware"
-    if arguments.get("middleware") or client_kwargs.get("middleware"):
+    if any(type(each) not in _OWN_MIDDLEWARE for each in _get_middleware(arguments)):
         return "its request has middleware"
     return None
+
+
+def _get_middleware(arguments: Mapping[str, Any]) -> list[Any]:
+    """Return the middleware in the arguments of a client's ``get_response``."""
+    client_kwargs: Mapping[str, Any] = arguments.get("client_kwargs") or {}
+    found: list[Any] = []
+    for given in (arguments.get("middleware"), client_kwargs.get("middleware")):
+        if given:
+            found += cast("Any", given) if isinstance(given, Sequence) else [given]
+    return found
 
 
 def _find_own_code(owner: Any, stock: Any, methods: tuple[str, ...]) -> list[str]:
@@ -359,14 +389,12 @@ def _why_unpredictable(workflow: Workflow, executor: Executor) -> str | None:
     stock = next((kind for kind in kinds if isinstance(agent, kind)), None)
     if stock is None or _find_own_code(agent, stock, _AGENT_METHODS):
         return f"it is a {type(agent).__name__}, not a stock Agent"
-    if agent.middleware:
+    if any(type(each) not in _OWN_MIDDLEWARE for each in agent.middleware or ()):
         return "it has middleware"
-    if any(type(provider) is not InMemoryHistoryProvider for provider in agent.context_providers):
+    if any(type(each) not in _OWN_PROVIDERS for each in agent.context_providers):
         return "it has context providers other than InMemoryHistoryProvider"
     if agent.mcp_tools:
         return _ASKS_SERVERS
-    if agent.require_per_service_call_history_persistence:
-        return "its history is loaded again for each request (per-service-call persistence)"
     if not isinstance(agent.client, FlashMoAChatClient):
         return None
     arguments = {

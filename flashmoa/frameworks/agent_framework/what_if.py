@@ -1,13 +1,14 @@
 """What-if supersteps: find the next request of a chat, by running the framework's code on copies.
 
-A chat is a workflow that ``GroupChatBuilder`` or ``MagenticBuilder`` has made: an orchestrator
-receives an agent's answer, decides who speaks next, and sends messages to the agents. A forecast is
+A chat is a workflow that ``GroupChatBuilder``, ``MagenticBuilder`` or ``HandoffBuilder`` has made.
+In the first two, an orchestrator receives an agent's answer, decides who speaks next, and sends
+messages to the agents. In the third, the agents hand off to each other themselves. A forecast is
 made in three steps:
 
 1. :class:`WhatIf` copies the executors that take part, and the messages that the run has sent and
-   not delivered yet. Copies of agents raise their first request instead of sending it. In a copy of
-   the orchestrator, the choice of the agent whose request is sought replaces the decision, and no
-   termination condition is left. So a forecast runs no user-defined code.
+   not delivered yet. Copies of agents raise their first request instead of sending it. In place of
+   the decision, copies choose the agent whose request is sought, and they have no termination
+   condition. So a forecast runs no user-defined code.
 2. The copy of the writer ends with an answer, in which a placeholder stands for its text
    (:meth:`WhatIf.after_answer`); or the copy of the orchestrator goes on as if its manager had
    decided (:meth:`WhatIf.after_decision`).
@@ -43,6 +44,7 @@ from agent_framework_orchestrations import (
     AgentOrchestrationOutput,
     BaseGroupChatOrchestrator,
     GroupChatOrchestrator,
+    HandoffAgentExecutor,
     MagenticOrchestrator,
     MagenticProgressLedger,
     MagenticProgressLedgerItem,
@@ -67,12 +69,14 @@ _BEFORE = "(before)"
 class WhatIf:
     """A possible future of a running chat, up to the next request of the executor ``asked``.
 
-    Each forecast needs a new one.
+    Each forecast needs a new one. It copies the workflow's state when it is made.
 
     Args:
         asked: the id of an agent's executor, which is chosen to speak; or of the orchestrator,
             whose manager is asked who speaks next.
-        orchestrator: the chat's orchestrator. It must be the framework's own.
+        writer: the id of the executor whose agent is writing; ``None`` if the manager is asked now.
+        orchestrator: the chat's orchestrator, which must be the framework's own; ``None`` if agents
+            hand off to each other.
         instruction: the manager's instruction to the agent (Magentic only).
     """
 
@@ -80,21 +84,25 @@ class WhatIf:
         self,
         workflow: Workflow,
         asked: str,
-        orchestrator: BaseGroupChatOrchestrator,
+        writer: str | None,
+        orchestrator: BaseGroupChatOrchestrator | None,
         instruction: str = "",
     ) -> None:
         self._workflow = workflow
         self._asked = asked
-        self._orchestrator = orchestrator
+        self._orchestrator: Any = orchestrator
         self._instruction = instruction
         self._state = copy_state(workflow)
         self._sent = copy_runner_context(workflow)
         pending: dict[str, list[WorkflowMessage]] = cast("Any", workflow._runner.context)._messages
         self._sent._messages = {source: list(sent) for source, sent in pending.items()}
         self._targets = find_targets(workflow)
-        self._copies: dict[str, Any] = {}
+        # The executors that get messages.
+        receivers = {asked} if orchestrator is None else {asked, orchestrator.id}
+        self._copies = {name: self._copy(name) for name in receivers}
+        self._writer: Any = None if writer is None else self._copy(writer)
 
-    async def after_answer(self, writer: str, texts: Sequence[str]) -> ChatRequest:
+    async def after_answer(self, texts: Sequence[str]) -> ChatRequest:
         """Return the request that follows if the writer's answer has these texts.
 
         Args:
@@ -102,7 +110,7 @@ class WhatIf:
 
         Raises: NotForecastable if no request follows, or the forecast fails.
         """
-        shadow = self._copy_of(writer)
+        shadow = self._writer
         author = shadow._agent._get_agent_name()
         answer = [Message("assistant", [text], author_name=author) for text in texts]
 
@@ -120,7 +128,7 @@ class WhatIf:
 
         Raises: as :meth:`after_answer`.
         """
-        shadow = self._copy_of(self._orchestrator.id)
+        shadow = self._copies[self._orchestrator.id]
         context = self._context(shadow, _BEFORE)
         if isinstance(shadow, MagenticOrchestrator):
             return await self._run(shadow._run_inner_loop_helper(context))
@@ -139,12 +147,11 @@ class WhatIf:
         for source, messages in (await self._sent.drain_messages()).items():
             for message in messages:
                 for target in self._targets[source]:
-                    is_meant = message.target_id in (None, target)
-                    if is_meant and target in (self._asked, self._orchestrator.id):
+                    if message.target_id in (None, target) and target in self._copies:
                         await self._deliver(message, target)
 
     async def _deliver(self, message: WorkflowMessage, target: str) -> None:
-        shadow = self._copy_of(target)
+        shadow = self._copies[target]
         if shadow.can_handle(message):
             context = self._context(shadow, message.source_id)
             await find_handler(shadow, message)(message.data, context)
@@ -152,14 +159,15 @@ class WhatIf:
     def _context(self, shadow: Executor, source: str) -> _Context:
         return _Context(shadow, [source], self._state, self._sent)
 
-    def _copy_of(self, name: str) -> Any:
-        if name not in self._copies:
-            executor = self._workflow.executors[name]
-            if isinstance(executor, AgentExecutor):
-                self._copies[name] = copy_agent_executor(executor)
-            else:
-                self._copies[name] = self._copy_orchestrator()
-        return self._copies[name]
+    def _copy(self, name: str) -> Any:
+        executor = self._workflow.executors[name]
+        if not isinstance(executor, AgentExecutor):
+            return self._copy_orchestrator()
+        shadow: Any = copy_agent_executor(executor)
+        if isinstance(shadow, HandoffAgentExecutor):
+            shadow._is_handoff_requested = partial(_hand_off, self._asked)
+            shadow._termination_condition = None
+        return shadow
 
     def _copy_orchestrator(self) -> Any:
         shadow = copy_containers(self._orchestrator)
@@ -179,7 +187,7 @@ class WhatIf:
 
     def _copy_magentic_manager(self) -> Any:
         if self._asked == self._orchestrator.id:
-            manager: Any = copy.copy(cast("Any", self._orchestrator)._manager)
+            manager: Any = copy.copy(self._orchestrator._manager)
             manager._agent = copy_agent(manager._agent)
         else:
             ledger = partial(_keep_ledger, self._asked, self._instruction)
@@ -208,6 +216,11 @@ def find_targets(workflow: Workflow) -> defaultdict[str, list[str]]:
             for edge in group.edges:
                 targets[edge.source_id].append(edge.target_id)
     return targets
+
+
+def _hand_off(target: str, response: object) -> tuple[str, Message]:
+    """Stand in for the search for a handoff in an answer."""
+    return target, Message("tool", [])
 
 
 def _choose(speaker: str, _: object) -> str:

@@ -38,6 +38,7 @@ from flashmoa.frameworks.agent_framework.chats import (
     ChatLinkPlanner,
     WorkflowSettings,
     find_orchestrator,
+    is_chat,
 )
 from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient
 from flashmoa.frameworks.agent_framework.dry_run import (
@@ -55,11 +56,6 @@ from flashmoa.observe import Listener
 
 logger = logging.getLogger(__name__)
 
-# Builders of workflows that are not linked, by a class of executors that only they make.
-_UNLINKED_BUILDERS = {
-    "HandoffAgentExecutor": "HandoffBuilder",
-}
-
 
 def link(
     workflow: Workflow, *, kv_share: float = 0.5, **options: Unpack[LinkOptions]
@@ -70,9 +66,9 @@ def link(
     workflow again replaces the first link.
 
     Args:
-        workflow: a workflow made by ``SequentialBuilder``, ``GroupChatBuilder`` or
-            ``MagenticBuilder``, or by ``WorkflowBuilder`` without conditions on edges. Other
-            workflows are not linked, which is logged. The agents' clients must be
+        workflow: a workflow made by ``SequentialBuilder``, ``GroupChatBuilder``,
+            ``MagenticBuilder`` or ``HandoffBuilder``, or by ``WorkflowBuilder`` without conditions
+            on edges. Other workflows are not linked, which is logged. The agents' clients must be
             ``FlashMoAChatClient``. These agents run unlinked: agents with other clients, agents of
             user-defined classes, agents with middleware (also of the client or the run), compaction
             strategies, context providers or MCP servers, and agents whose client has hooks
@@ -135,11 +131,11 @@ class WorkflowLink(LinkedTeam["WorkflowLinkPlanner | ChatLinkPlanner"]):
         listener: Listener,
     ) -> None:
         self._workflow = workflow
-        report, orchestrator = Report(listener), find_orchestrator(workflow)
+        report = Report(listener)
         planner = (
-            WorkflowLinkPlanner(workflow, settings, report)
-            if orchestrator is None
-            else ChatLinkPlanner(workflow, orchestrator, settings, report)
+            ChatLinkPlanner(workflow, find_orchestrator(workflow), settings, report)
+            if is_chat(workflow)
+            else WorkflowLinkPlanner(workflow, settings, report)
         )
         observed = [each.linked_teams for each in clients]
         super().__init__(workflow, observed, planner, report, listener)
@@ -176,17 +172,14 @@ class WorkflowLinkPlanner(LinkPlanner):
 
     Attributes:
         linkable: the agents that certainly read only texts of other agents.
-        unlinked_builder: the builder that made the workflow, if its workflows are not linked.
     """
 
     def __init__(self, workflow: Workflow, settings: LinkSettings, listener: Listener) -> None:
         super().__init__(listener, settings)
         self._workflow = workflow
-        self.unlinked_builder = find_unlinked_builder(workflow)
-        deliveries = find_deliveries(workflow) if self.unlinked_builder is None else []
         self._deliveries = {
             each.target: each
-            for each in deliveries
+            for each in find_deliveries(workflow)
             if not asks_no_model(workflow.executors[each.target])
         }
         self._agents = {name for name, each in workflow.executors.items() if client_of(each)}
@@ -228,13 +221,9 @@ class WorkflowLinkPlanner(LinkPlanner):
         """Return why no agent of the workflow can be linked; ``None`` if one can."""
         if self.linkable:
             return None
-        if self.unlinked_builder:
-            return f"{self.unlinked_builder} is not linked"
         return "no agent of the workflow is certain to read what another one writes"
 
     def why_unplanned(self, agent: str) -> str:
-        if self.unlinked_builder is not None:
-            return f"{self.unlinked_builder} is not linked"
         delivery = self._deliveries.get(agent)
         if not self._has_begun or agent in self.linkable:
             return super().why_unplanned(agent)
@@ -290,14 +279,6 @@ class WorkflowLinkPlanner(LinkPlanner):
                 text = self._known.placeholders.padded(name)
                 sent[name] = make_response(self._workflow.executors[name], conversation, text)
         return sent
-
-
-def find_unlinked_builder(workflow: Workflow) -> str | None:
-    """Return the builder that made a workflow, if its workflows are not linked."""
-    kinds = [kind for each in workflow.executors.values() for kind in type(each).__mro__]
-    return next(
-        (_UNLINKED_BUILDERS[k.__name__] for k in kinds if k.__name__ in _UNLINKED_BUILDERS), None
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ _MODULE = "httpx2" if int(openai.__version__.split(".")[0]) >= 3 else "httpx"
 httpx: Any = importlib.import_module(_MODULE)
 
 ANSWER = "one two three four"
+# A tool call is written in this time.
+_CALLING_SECONDS = 0.09
 _NUMBERS = itertools.count()
 Calls = list[dict[str, Any]]
 Answer = Callable[[Mapping[str, Any]], "str | Calls | tuple[str, Calls]"]
@@ -127,6 +129,8 @@ class FakeEngine:
             return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=words)
         call = request.headers.get(CALL_HEADER, "").replace("-", "")
         await self._write(call, (text or "").split())
+        if tool_calls:
+            await anyio.sleep(_CALLING_SECONDS)
         message = {"role": "assistant", "content": text, "tool_calls": tool_calls}
         reason = "tool_calls" if tool_calls else "stop"
         return httpx.Response(200, json=_completion(reason, message=message))
@@ -165,6 +169,7 @@ class _Words(httpx.AsyncByteStream):
             await anyio.sleep(0.03)
             yield _event(_completion(None, delta={"content": f" {word}" if index else word}))
         if self._tool_calls is not None:
+            await anyio.sleep(_CALLING_SECONDS)
             calls = [{"index": place, **call} for place, call in enumerate(self._tool_calls)]
             yield _event(_completion(None, delta={"tool_calls": calls}))
         yield _event(_completion("tool_calls" if self._tool_calls else "stop", delta={}))

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 from agent_framework import (
+    Agent,
     AgentExecutor,
+    ChatResponse,
+    Content,
     Executor,
     Message,
     Workflow,
@@ -31,8 +34,9 @@ from agent_framework_orchestrations._base_group_chat_orchestrator import (
 )
 
 from flashmoa.agent_framework import FlashMoAChatClient, link
+from flashmoa.link import planner
 from flashmoa.link.reasons import OTHER_COURSE
-from flashmoa.observe.events import FIRST
+from flashmoa.observe.events import FIRST, LATE
 from tests.unit.frameworks.agent_framework.fakes import agent, call_tool
 from tests.unit.frameworks.agent_framework.forecasts import ChatRunner, prose
 
@@ -336,3 +340,54 @@ async def test_histories_of_a_service_are_refused_in_words(
     members = [agent(client, "a"), agent(client, "b", default_options=option), agent(client, "c")]
     chat = await chats.run(group_chat(client, members, rounds=3).build())
     assert chat.statuses[1] is None and "a service keeps its history" in chat.declined["b"]
+
+
+async def test_several_texts_of_a_message_are_messages_of_their_own(
+    chats: ChatRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So others do not get such an answer as it was written."""
+    parse = FlashMoAChatClient._parse_response_from_openai
+
+    def split(client: FlashMoAChatClient, *given: Any) -> ChatResponse:
+        response = parse(client, *given)
+        (message,) = response.messages
+        message.contents = [Content.from_text(part) for part in message.text.split("|")]
+        return response
+
+    monkeypatch.setattr(FlashMoAChatClient, "_parse_response_from_openai", split)
+    client = chats.client(lambda name, *_: f"{name} says one|and two")
+    linked = link(by_function(client, rounds=4), listener=chats.chat.events.append)
+    await linked._workflow.run(Message("user", ["Find a hut.", "Find two."]))
+    await linked.close()
+    assert chats.chat.fake is not None
+    sent = chats.chat.fake.sent[1]
+    assert (
+        "<user>Find a hut.<user>Find two.<assistant:a>a says one<assistant:a>and tw" in sent.prompt
+    )
+    assert (sent.streamed or "").endswith("<user>Find two.<assistant:a>")
+    assert chats.chat.statuses == [None, *["hit"] * 3]
+
+
+async def test_names_that_requests_show_otherwise_are_forecast(chats: ChatRunner) -> None:
+    """Later releases of the client clean names."""
+    client = chats.client(lambda *_: "one two three four")
+    members = [Agent(client, f"You are {name}.", name=f"the {name}<é>") for name in NAMES]
+    names = [member.name for member in members]
+    workflow = GroupChatBuilder(
+        participants=members,
+        selection_func=lambda state: names[state.current_round % 3],
+        max_rounds=5,
+    ).build()
+    chat = await chats.run(workflow)
+    assert chat.asked == [*"abcab"] and chat.statuses == [None, *["hit"] * 4]
+    assert chat.fake is not None and "<assistant:the" in chat.fake.sent[1].prompt
+
+
+async def test_a_call_that_was_answered_at_once_comes_too_early_for_a_link(
+    chats: ChatRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows is no longer known then: the workflow goes on."""
+    monkeypatch.setattr(planner, "DELIVERY_SECONDS", 0.3)
+    chat = await chats.run(by_function(chats.client(lambda *_: "one"), rounds=3))
+    assert chat.statuses == [None] * 3
+    assert [call.started.unlinked for call in chat.calls] == [FIRST, LATE, LATE]

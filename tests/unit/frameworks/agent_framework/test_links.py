@@ -11,7 +11,6 @@ from agent_framework import Agent, ChatResponse, Message, Workflow, WorkflowBuil
 from agent_framework.openai import OpenAIChatCompletionClient
 from agent_framework.orchestrations import (
     ConcurrentBuilder,
-    HandoffBuilder,
     SequentialBuilder,
 )
 from openai import AsyncOpenAI
@@ -44,12 +43,6 @@ def test_nested_workflows_are_named() -> None:
         link(builder.with_request_info().build())
 
 
-def handoff(client: FlashMoAChatClient) -> Workflow:
-    settings = {"require_per_service_call_history_persistence": True}
-    members = [agent(client, name, **settings) for name in "ab"]
-    return HandoffBuilder(participants=members).with_start_agent(members[0]).build()
-
-
 def concurrent(client: FlashMoAChatClient) -> Workflow:
     return ConcurrentBuilder(participants=[agent(client, name) for name in "abc"]).build()
 
@@ -62,7 +55,6 @@ def conditional(client: FlashMoAChatClient) -> Workflow:
 @pytest.mark.parametrize(
     ("make", "logged", "reasons"),
     [
-        (handoff, "HandoffBuilder is not linked", {"HandoffBuilder is not linked"}),
         (concurrent, "is certain to read", {FIRST, "it reads no agent's text"}),
         (
             conditional,

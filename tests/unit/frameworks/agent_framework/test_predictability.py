@@ -67,11 +67,6 @@ def compacting(client: FlashMoAChatClient) -> Any:
     return agent(client, "b", compaction_strategy=compacted())
 
 
-def loading_its_history(client: FlashMoAChatClient) -> Any:
-    history = {"require_per_service_call_history_persistence": True}
-    return agent(client, "b", context_providers=[InMemoryHistoryProvider()], **history)
-
-
 def with_another_run(client: FlashMoAChatClient) -> Any:
     changed = agent(client, "b")
     original: Any = changed.run
@@ -89,7 +84,6 @@ def with_another_run(client: FlashMoAChatClient) -> Any:
         (with_middleware, "its client has middleware"),
         (of_a_compacting_client, "it has a compaction strategy"),
         (compacting, "it has a compaction strategy"),
-        (loading_its_history, ""),
         (with_another_run, "it is a Agent, not a stock Agent"),
     ],
 )
@@ -100,6 +94,16 @@ async def test_changed_requests_are_declined_once(
     (reason,) = await run_linked(chain(client, make(client)), runs=2)
     assert expected in reason
     assert not any(fake.statuses)
+
+
+async def test_histories_that_are_loaded_for_each_request_are_known() -> None:
+    """The framework adds a middleware of its own to the request."""
+    client, fake = make_client()
+    history: dict[str, Any] = {"require_per_service_call_history_persistence": True}
+    reader = agent(client, "b", context_providers=[InMemoryHistoryProvider()], **history)
+    assert await run_linked(chain(client, reader), runs=2) == []
+    assert fake.statuses == [None, "hit"] * 2
+    assert fake.sent[3].prompt.count("<assistant") > fake.sent[1].prompt.count("<assistant")
 
 
 async def test_texts_of_clients_with_middleware_stay() -> None:

@@ -45,7 +45,7 @@ from flashmoa.observe.events import LATE
 
 _STOCK = (GroupChatOrchestrator, AgentBasedGroupChatOrchestrator, MagenticOrchestrator)
 # Why others do not get what a manager or an agent writes.
-_DECIDES = "it decides who speaks next"
+_DECIDES = "it decides who speaks"
 _INSTRUCTS = "its instruction is cut out of JSON"
 _UNKNOWN = "?"
 _SENDS_MORE = "others also read the calls and results of its tools"
@@ -249,10 +249,10 @@ class ChatLinkPlanner(LinkPlanner):
         return [Turn(name, after, sure=False) for name in names]
 
     async def expect(self, turn: Turn) -> ExpectedRequest | None:
-        """Return an agent's next request, from what-if supersteps.
+        """Return an agent's next request, by what-if supersteps.
 
-        ``None`` if the caller has its answer: then the workflow goes on, and no state of it says
-        which messages the executors are still to send.
+        ``None`` if the caller has got its answer. The workflow then goes on, and its state does not
+        say which messages its executors have yet to send.
         """
         name = turn.agent
         if self._has_answer:

@@ -93,8 +93,8 @@ _AGENT_EXECUTORS = (AgentExecutor, MagenticAgentExecutor, HandoffAgentExecutor)
 # Orchestrators that ask a manager, an agent.
 _MANAGERS = (AgentBasedGroupChatOrchestrator, MagenticOrchestrator)
 
-# The framework's own middleware and context providers. That of ``HandoffBuilder`` ends an answer at
-# a handoff, and neither changes a request.
+# The framework's own middleware and context providers. None changes what a request says:
+# ``HandoffBuilder`` adds its middleware to end an answer at a handoff.
 _OWN_MIDDLEWARE = (PerServiceCallHistoryPersistingMiddleware, _AutoHandoffMiddleware)
 _OWN_PROVIDERS = (InMemoryHistoryProvider, _AutoHandoffContextProvider)
 # Types of contents that reply to an agent's requests to the workflow's user.

@@ -9,7 +9,7 @@ made in three steps:
    not delivered yet. Copies of agents raise their first request instead of sending it. In place of
    the decision, copies choose the agent whose request is sought, and they have no termination
    condition. So a forecast runs no user-defined code.
-2. The copy of the writer ends with an answer, in which a placeholder stands for its text
+2. The copy of the writer ends with an answer, with a placeholder as its text
    (:meth:`WhatIf.after_answer`); or the copy of the orchestrator goes on as if its manager had
    decided (:meth:`WhatIf.after_decision`).
 3. The messages that follow are delivered to the copies, superstep by superstep, until the agent

@@ -41,7 +41,7 @@ class Forecast:
 
 @dataclass
 class Chat:
-    """A chat's run: what was asked, and what had been forecast.
+    """The requests of a chat, and their forecasts.
 
     Attributes:
         asked: the agents, in the order of their requests.
@@ -90,7 +90,7 @@ class Chat:
         self, request: Any, expected: ExpectedRequest, body: Mapping[str, Any]
     ) -> str:
         filled = json.dumps(request.body, default=str)
-        if len(expected.requests) > 1:  # One of them has an unknown text.
+        if len(expected.requests) > 1:  # One request has an unknown text.
             filled = filled.replace('"?"', json.dumps(self.texts.get(self.asked[-2])))
         for writer in expected.placeholders._cores:
             text = self.texts.get(writer, "(none)")

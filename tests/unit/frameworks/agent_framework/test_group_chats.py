@@ -21,6 +21,7 @@ from agent_framework import (
     handler,
 )
 from agent_framework._workflows import _workflow_context
+from agent_framework.openai import OpenAIChatCompletionClient
 from agent_framework.orchestrations import (
     GroupChatBuilder,
     GroupChatOrchestrator,
@@ -345,7 +346,7 @@ async def test_histories_of_a_service_are_refused_in_words(
 async def test_several_texts_of_a_message_are_messages_of_their_own(
     chats: ChatRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So others do not get such an answer as it was written."""
+    """Others do not get the answer as it was written."""
     parse = FlashMoAChatClient._parse_response_from_openai
 
     def split(client: FlashMoAChatClient, *given: Any) -> ChatResponse:
@@ -386,8 +387,21 @@ async def test_names_that_requests_show_otherwise_are_forecast(chats: ChatRunner
 async def test_a_call_that_was_answered_at_once_comes_too_early_for_a_link(
     chats: ChatRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows is no longer known then: the workflow goes on."""
+    """The workflow goes on then, so the next request is not known any more."""
     monkeypatch.setattr(planner, "DELIVERY_SECONDS", 0.3)
     chat = await chats.run(by_function(chats.client(lambda *_: "one"), rounds=3))
     assert chat.statuses == [None] * 3
     assert [call.started.unlinked for call in chat.calls] == [FIRST, LATE, LATE]
+
+
+def test_a_chat_in_which_only_the_manager_has_a_client_links_nothing(
+    chats: ChatRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = OpenAIChatCompletionClient("m", api_key="none")
+    workflow = GroupChatBuilder(
+        participants=[Agent(stock, name=name) for name in NAMES],
+        orchestrator_agent=agent(chats.client(), "boss"),
+    ).build()
+    with caplog.at_level(logging.WARNING, "flashmoa"):
+        link(workflow)
+    assert "it has no two agents with a FlashMoAChatClient" in caplog.messages[0]

@@ -190,5 +190,5 @@ async def test_middleware_of_the_users_is_refused_in_words(chats: ChatRunner) ->
     builder = HandoffBuilder(participants=members, termination_condition=is_done)
     chat = await chats.run(builder.with_start_agent(members[0]).build())
     assert chat.declined == {"b": "it has middleware"}
-    # What follows b's answer is unknown.
+    # The request after b's answer is unknown.
     assert chat.asked == [*"abca"] and chat.statuses == [None, None, None, "hit"]

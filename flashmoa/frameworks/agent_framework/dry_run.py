@@ -63,6 +63,9 @@ from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient, agent
 run_untraced: Any = cast("Any", RawAgent).run
 
 _ASKS_SERVERS = "predicting its prompt would ask its MCP servers for their tools"
+_HISTORY_ELSEWHERE = (
+    "a service keeps its history (store, conversation_id), and gets only new messages"
+)
 
 # Executors of the framework that ask no model, and executors that run user-defined code.
 _WITHOUT_MODEL = (
@@ -329,7 +332,7 @@ def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, A
         return f"{type(client).__name__}.{name}, which its client has, is not FlashMoA's own"
     options: Mapping[str, Any] = arguments.get("options") or {}
     if options.get("store") or options.get("conversation_id"):
-        return "a service keeps its history (store, conversation_id), and gets only new messages"
+        return _HISTORY_ELSEWHERE
     if client.chat_middleware:
         return "its client has middleware"
     if any(type(each) not in _OWN_MIDDLEWARE for each in _get_middleware(arguments)):
@@ -393,6 +396,9 @@ def _why_unpredictable(workflow: Workflow, executor: Executor) -> str | None:
         return "it has middleware"
     if any(type(each) not in _OWN_PROVIDERS for each in agent.context_providers):
         return "it has context providers other than InMemoryHistoryProvider"
+    session: AgentSession | None = getattr(executor, "_session", None)
+    if session is not None and session.service_session_id:
+        return _HISTORY_ELSEWHERE
     if agent.mcp_tools:
         return _ASKS_SERVERS
     if not isinstance(agent.client, FlashMoAChatClient):

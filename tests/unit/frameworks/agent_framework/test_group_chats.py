@@ -12,6 +12,7 @@ import pytest
 from agent_framework import (
     Agent,
     AgentExecutor,
+    AgentSession,
     ChatResponse,
     Content,
     Executor,
@@ -21,7 +22,7 @@ from agent_framework import (
     handler,
 )
 from agent_framework._workflows import _workflow_context
-from agent_framework.openai import OpenAIChatCompletionClient
+from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
 from agent_framework.orchestrations import (
     GroupChatBuilder,
     GroupChatOrchestrator,
@@ -333,14 +334,43 @@ async def test_agents_that_a_manager_uses_as_tools_are_not_taken_for_it(chats: C
     assert [chat.statuses[place] for place in (1, 5, 9)] == [None] * 3
 
 
-@pytest.mark.parametrize("option", [{"store": True}, {"conversation_id": "c"}])
+def with_store(client: FlashMoAChatClient) -> Any:
+    return agent(client, "b", default_options={"store": True})
+
+
+def with_conversation(client: FlashMoAChatClient) -> Any:
+    return agent(client, "b", default_options={"conversation_id": "c"})
+
+
+def with_session(client: FlashMoAChatClient) -> Any:
+    return AgentExecutor(agent(client, "b"), session=AgentSession(service_session_id="s"))
+
+
+def with_responses(_: FlashMoAChatClient) -> Any:
+    """Its client keeps histories in the service by default."""
+    return agent(OpenAIChatClient("m", api_key="none"), "b")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (with_store, "a service keeps its history"),
+        (with_conversation, "a service keeps its history"),
+        (with_session, "a service keeps its history"),
+        (with_responses, "its client is not a FlashMoAChatClient"),
+    ],
+)
 async def test_histories_of_a_service_are_refused_in_words(
-    chats: ChatRunner, option: dict[str, Any]
+    chats: ChatRunner, make: Any, reason: str
 ) -> None:
     client = chats.client()
-    members = [agent(client, "a"), agent(client, "b", default_options=option), agent(client, "c")]
-    chat = await chats.run(group_chat(client, members, rounds=3).build())
-    assert chat.statuses[1] is None and "a service keeps its history" in chat.declined["b"]
+    members = [agent(client, "a"), make(client), agent(client, "c")]
+    order = iter("aca")
+    workflow = GroupChatBuilder(
+        participants=members, selection_func=lambda _: next(order), max_rounds=3
+    ).build()
+    chat = await chats.run(workflow)
+    assert reason in chat.declined["b"] and chat.statuses == [None, "hit", "hit"]
 
 
 async def test_several_texts_of_a_message_are_messages_of_their_own(

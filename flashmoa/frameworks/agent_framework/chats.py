@@ -151,7 +151,7 @@ class ChatLinkPlanner(LinkPlanner):
     def observe(self, name: str, request: CallRequest) -> LinkedCall | None:
         """Note that an executor is about to send a request. Return the request's observer."""
         executor = self._workflow.executors[name]
-        if name != self._manager and name not in self._members:
+        if name == self._decider and name != self._manager:
             return None  # It asks a model in the user's code, a selection function for instance.
         run = self._workflow._active_run
         if run is not self._run:
@@ -210,7 +210,9 @@ class ChatLinkPlanner(LinkPlanner):
         if caller == self._manager:
             return self._candidates((frozenset([caller]),)) if self._may_be_decided() else []
         executor = self._workflow.executors[caller]
-        if why_rewritten(self._workflow, executor) is not None or self._ends_after_answer():
+        if caller not in self._members or why_rewritten(self._workflow, executor) is not None:
+            return []
+        if self._ends_after_answer():
             return []
         if self._orchestrator is None:
             targets = getattr(executor, "_handoff_targets", ())

@@ -175,9 +175,10 @@ class WhatIf:
         if isinstance(shadow, GroupChatOrchestrator):
             shadow._selection_func = partial(_choose, self._asked)
         elif isinstance(shadow, AgentBasedGroupChatOrchestrator):
-            shadow._agent = copy_agent(shadow._agent)
-            shadow._session = copy_session(shadow._session)
-            if self._asked != shadow.id:
+            if self._asked == shadow.id:
+                shadow._agent = copy_agent(shadow._agent)
+                shadow._session = copy_session(shadow._session)
+            else:
                 shadow._invoke_agent = partial(_decide, self._asked)
         elif isinstance(shadow, MagenticOrchestrator):
             shadow._magentic_context = _copy_magentic(shadow._magentic_context)

@@ -18,6 +18,7 @@ from agent_framework import (
     Executor,
     Message,
     Workflow,
+    WorkflowBuilder,
     WorkflowContext,
     handler,
 )
@@ -435,3 +436,35 @@ def test_a_chat_in_which_only_the_manager_has_a_client_links_nothing(
     with caplog.at_level(logging.WARNING, "flashmoa"):
         link(workflow)
     assert "it has no two agents with a FlashMoAChatClient" in caplog.messages[0]
+
+
+async def test_a_model_that_a_selection_function_asks_is_no_agent_of_the_chat(
+    chats: ChatRunner,
+) -> None:
+    client = chats.client()
+
+    async def choose(state: GroupChatState) -> str:
+        await client.get_response([Message("system", ["You are the judge."])])
+        return in_turn(state)
+
+    workflow = GroupChatBuilder(
+        participants=[agent(client, name) for name in NAMES], selection_func=choose, max_rounds=3
+    ).build()
+    chat = await chats.run(workflow)
+    assert chat.asked == ["the judge", "a", "the judge", "b", "the judge", "c"]
+    assert [call.agent for call in chat.calls] == NAMES
+    assert [chat.statuses[place] for place in (1, 3, 5)] == [None, "hit", "hit"]
+
+
+async def test_agents_before_a_chat_are_reported(chats: ChatRunner) -> None:
+    client = chats.client()
+    intro, *members = [AgentExecutor(agent(client, name)) for name in ("intro", *NAMES)]
+    chat = GroupChatOrchestrator("chat", ParticipantRegistry(members), in_turn, max_rounds=3)
+    builder = WorkflowBuilder(start_executor=intro, output_from=[chat]).add_edge(intro, chat)
+    for each in members:
+        builder = builder.add_edge(chat, each).add_edge(each, chat)
+    run = await chats.run(builder.build())
+    assert run.asked == ["intro", *NAMES]
+    assert run.statuses == [None, None, "hit", "hit"]
+    assert [call.agent for call in run.calls] == run.asked
+    assert run.calls[1].started.unlinked == "it was not expected to be next"

@@ -69,6 +69,32 @@ GPT_OSS = """<|start|>system<|message|>You are a language model.<|end|>
 {%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
 {%- endif %}
 {%- endfor %}<|start|>assistant"""
+# The assistant's last message after the last user's gets an empty thought, the earlier ones not.
+QWEN3 = """
+{%- set last = namespace(user=-1) %}
+{%- for m in messages %}{% if m.role == "user" %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == "assistant" and loop.last and loop.index0 > last.user %}<think>
+
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+<think>
+
+</think>
+
+"""
+GLM = """[gMASK]<sop>
+{%- for m in messages %}<|{{ m.role }}|>
+{%- if m.role == "assistant" %}
+<think></think>
+{{ m.content | trim }}
+{%- else %}
+{{ m.content }}
+{%- endif %}
+{%- endfor %}<|assistant|>
+<think></think>"""
 TEMPLATES = {
     "chatml": CHATML,
     "llama": LLAMA,
@@ -76,6 +102,8 @@ TEMPLATES = {
     "gemma": GEMMA,
     "deepseek": DEEPSEEK,
     "gpt-oss": GPT_OSS,
+    "qwen3": QWEN3,
+    "glm": GLM,
 }
 ALTERNATING = {"mistral", "gemma"}
 

@@ -137,8 +137,11 @@ class ChatRequest:
         return {**self.body, **(self.body.get("extra_body") or {})}
 
 
-class RequestCaptured(Exception):
-    """Ends a dry run at its first request. The dry run's copy of the client raises this."""
+class RequestCaptured(BaseException):
+    """Ends a dry run at its first request. The dry run's copy of the client raises this.
+
+    It is no ``Exception``, as frameworks log exceptions of their clients, and try again.
+    """
 
     def __init__(self, request: ChatRequest) -> None:
         super().__init__("a dry run ends here")

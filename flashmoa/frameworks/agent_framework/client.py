@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
+from itertools import groupby
 from typing import Any, ClassVar, Self, cast
 
 from agent_framework import (
@@ -18,6 +19,7 @@ from agent_framework import (
     UsageDetails,
 )
 from agent_framework.openai import OpenAIChatCompletionClient
+from agent_framework_orchestrations import AgentBasedGroupChatOrchestrator, MagenticOrchestrator
 from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._stack import owners
@@ -126,7 +128,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         with self._begin(options) as call, call.making(), advising(self.engine.url):
             response = await answer
             contents = [part for message in response.messages for part in message.contents]
-            _finish_call(call, contents, response.finish_reason)
+            texts = [part.text for part in contents if part.type == "text" and part.text]
+            _finish_call(call, contents, texts, response.finish_reason)
             return response
 
     async def _observe_updates(
@@ -142,7 +145,12 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
                     contents += update.contents
                     reason = update.finish_reason or reason
                     yield update
-            _finish_call(call, contents, reason)
+            # Pieces that follow each other become one text.
+            runs = groupby(contents, key=lambda part: part.type)
+            texts = [
+                "".join(part.text or "" for part in run) for kind, run in runs if kind == "text"
+            ]
+            _finish_call(call, contents, [text for text in texts if text], reason)
 
     def _begin(self, options: Mapping[str, Any]) -> ObservedCall:
         """Begin a call whose request is about to be sent; linked workflows observe it."""
@@ -165,7 +173,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
 def find_calling_executor() -> Executor | None:
     """Return the executor that runs this code, if the stack shows one.
 
-    ``None`` if another agent makes the request, for instance a tool of the executor's agent.
+    ``None`` if another agent makes the request, for instance a tool of the executor's agent, or of
+    a manager.
 
     Agent Framework has no context that names the running executor or agent: its ContextVars have
     the origin of events, opaque ids of runs, and telemetry. To set another ContextVar, methods of
@@ -174,14 +183,31 @@ def find_calling_executor() -> Executor | None:
     agents: list[object] = []
     for owner in owners():
         if isinstance(owner, Executor):
-            own = isinstance(owner, AgentExecutor) and owner.agent
-            return None if own and any(agent is not own for agent in agents) else owner
+            own = agent_of(owner)
+            is_other = own is not None and any(agent is not own for agent in agents)
+            return None if is_other else owner
         if isinstance(owner, BaseAgent):
             agents.append(owner)
     return None
 
 
-def _finish_call(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:
-    text = "".join(part.text or "" for part in contents if part.type == "text")
+def agent_of(executor: Executor) -> object | None:
+    """Return the agent that an executor itself asks: its own, or an orchestrator's manager."""
+    if isinstance(executor, AgentExecutor):
+        return executor.agent
+    if isinstance(executor, AgentBasedGroupChatOrchestrator):
+        return executor._agent
+    if isinstance(executor, MagenticOrchestrator):
+        return getattr(executor._manager, "_agent", None)
+    return None
+
+
+def _finish_call(
+    call: ObservedCall, contents: Sequence[Content], texts: Sequence[str], reason: str | None
+) -> None:
     calls_tools = any(part.type == "function_call" for part in contents)
-    call.finish(CallResult(text, call.usage, reason, is_forwarded=not calls_tools))
+    # Requests show each text as a message of its own.
+    is_forwarded = not calls_tools and len(texts) <= 1
+    beside = tuple(texts) if calls_tools else None
+    text = "".join(texts)
+    call.finish(CallResult(text, call.usage, reason, is_forwarded, tool_calls=beside))

@@ -9,7 +9,7 @@ prompt depends on user-defined code gets a reason instead of a dry run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from inspect import getattr_static
 from types import MethodType
@@ -20,7 +20,9 @@ from agent_framework import (
     AgentExecutor,
     AgentExecutorResponse,
     AgentResponse,
+    AgentSession,
     BaseAgent,
+    ChatContext,
     Executor,
     FunctionalWorkflow,
     FunctionalWorkflowAgent,
@@ -35,18 +37,35 @@ from agent_framework import (
     normalize_tools,
 )
 from agent_framework._mcp import MCPTool
+from agent_framework._sessions import PerServiceCallHistoryPersistingMiddleware
+from agent_framework._workflows._agent_utils import prepare_agent_run_args
 from agent_framework._workflows._const import (
     RESOLVED_WORKFLOW_RUN_KWARGS_KEY,
     WORKFLOW_RUN_KWARGS_KEY,
 )
+from agent_framework._workflows._state import State
+from agent_framework_orchestrations import (
+    AgentBasedGroupChatOrchestrator,
+    HandoffAgentExecutor,
+    MagenticAgentExecutor,
+    MagenticOrchestrator,
+    StandardMagenticManager,
+)
+from agent_framework_orchestrations._handoff import (
+    _AutoHandoffContextProvider,
+    _AutoHandoffMiddleware,
+)
 
 from flashmoa.frameworks import ChatRequest, NotForecastable, RequestCaptured, first_request
-from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient
+from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient, agent_of
 
 # A stock agent's ``run`` without the layers that trace it.
 run_untraced: Any = cast("Any", RawAgent).run
 
 _ASKS_SERVERS = "predicting its prompt would ask its MCP servers for their tools"
+_HISTORY_ELSEWHERE = (
+    "a service keeps its history (store, conversation_id), and gets only new messages"
+)
 
 # Executors of the framework that ask no model, and executors that run user-defined code.
 _WITHOUT_MODEL = (
@@ -59,9 +78,30 @@ _WITH_USER_CODE = ("_CallbackAggregator", "FunctionExecutor")
 # A request and its text depend on methods of the client and the agent whose names begin so.
 # Releases of the framework add such methods.
 _CLIENT_METHODS = ("get_response", "_inner_", "_prepare_", "_build_", "_parse_")
-_AGENT_METHODS = ("run", "_prepare_", "_call_", "_parse_", "_finalize_", "_get_", "_resolve_")
+_AGENT_METHODS = (
+    "run",
+    "create_session",
+    "_prepare_",
+    "_call_",
+    "_parse_",
+    "_finalize_",
+    "_get_",
+    "_resolve_",
+)
 # These change no text, or are declined for another reason.
 _OTHER_CODE = {"_parse_usage_from_openai", "tokenizer", "compaction_strategy"}
+
+# Executors that send others an agent's answer. Subclasses may send something else.
+_AGENT_EXECUTORS = (AgentExecutor, MagenticAgentExecutor, HandoffAgentExecutor)
+# Orchestrators that ask a manager, an agent.
+_MANAGERS = (AgentBasedGroupChatOrchestrator, MagenticOrchestrator)
+
+# The framework's own middleware and context providers. None changes what a request says:
+# ``HandoffBuilder`` adds its middleware to end an answer at a handoff.
+_OWN_MIDDLEWARE = (PerServiceCallHistoryPersistingMiddleware, _AutoHandoffMiddleware)
+_OWN_PROVIDERS = (InMemoryHistoryProvider, _AutoHandoffContextProvider)
+# Types of contents that reply to an agent's requests to the workflow's user.
+_REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
 _WORKFLOWS = (
     Workflow,
@@ -75,6 +115,15 @@ _WORKFLOWS = (
 def get_conversation(executor: Executor) -> list[Message]:
     """Return the conversation that a running agent was given; empty for any other executor."""
     return list(executor._cache) if isinstance(executor, AgentExecutor) else []
+
+
+def answers_requests(conversation: Sequence[Message]) -> bool:
+    """Return whether an agent resumes with an approval of a tool, or a result that it asked for.
+
+    Others then also get the results.
+    """
+    contents = conversation[-1].contents if conversation else []
+    return any(content.type in _REPLIES for content in contents)
 
 
 def make_response(
@@ -109,52 +158,92 @@ async def dry_run(
     """
     if reason := why_not_run(workflow, executor):
         raise NotForecastable(reason)
-    shadow = _copy_executor(cast("AgentExecutor", executor))
+    shadow = copy_agent_executor(cast("AgentExecutor", executor))
     try:
-        handle = shadow._find_handler(message)
+        handle = find_handler(shadow, message)
     except RuntimeError as error:
         raise NotForecastable(str(error)) from error
-    # The copied containers have handlers that are bound to the original.
-    handle = MethodType(cast("Any", handle).__func__, shadow)
+    state, runner_context = copy_state(workflow), copy_runner_context(workflow)
+    context: Any = WorkflowContext(shadow, list(sources), state, runner_context)
+    return await captured_request(handle(message, context)), get_conversation(shadow)
+
+
+async def captured_request(dry_run: Awaitable[object]) -> ChatRequest:
+    """Return the request at the end of a dry run. Raises: NotForecastable if there is none."""
     try:
-        request = await first_request(handle(message, _make_context(workflow, shadow, sources)))
+        return await first_request(dry_run)
     except NotForecastable:
         raise
     except Exception as error:
         raise NotForecastable(f"its dry run on a copy failed: {error!r}") from error
-    return request, get_conversation(shadow)
 
 
-def _copy_executor(executor: AgentExecutor) -> AgentExecutor:
-    """Copy an executor and everything that the framework changes when it runs the agent.
+def find_handler(shadow: Executor, message: Any) -> Callable[..., Awaitable[None]]:
+    """Return the method of a copied executor that handles a message.
 
-    The copy's agent runs without the layers that trace it, and its client raises its first request
-    as :class:`RequestCaptured`.
+    Raises: RuntimeError if it has none.
     """
-    shadow = copy.copy(executor)
-    for name, value in list(vars(shadow).items()):
+    # The copied containers have handlers that are bound to the original.
+    return MethodType(cast("Any", shadow._find_handler(message)).__func__, shadow)
+
+
+def copy_containers(owner: Any) -> Any:
+    """Copy an object, and the lists, dicts and sets that it holds."""
+    shadow: Any = copy.copy(owner)
+    held: dict[str, Any] = {**vars(shadow)}
+    for name, value in held.items():
         if isinstance(value, list | dict | set):
             setattr(shadow, name, copy.copy(cast("Any", value)))
-    shadow._cache = [_copy_message(message) for message in shadow._cache]
-    shadow._session = copy.copy(shadow._session)
-    shadow._session.state = {
-        key: dict(cast("dict[Any, Any]", value)) if isinstance(value, dict) else value
-        for key, value in shadow._session.state.items()
-    }
-    agent: Any = copy.copy(shadow._agent)
-    agent.context_providers = list(agent.context_providers)
-    agent.run = partial(run_untraced, agent)
-    agent.client = _capturing(agent.client)
-    shadow._agent = agent
     return shadow
 
 
+def copy_agent_executor(executor: AgentExecutor) -> AgentExecutor:
+    """Copy an executor and everything that the framework changes when it runs the agent."""
+    shadow = copy_containers(executor)
+    shadow._cache = [_copy_message(message) for message in shadow._cache]
+    shadow._session = copy_session(shadow._session)
+    shadow._agent = copy_agent(shadow._agent)
+    return shadow
+
+
+def copy_session(session: AgentSession) -> AgentSession:
+    shadow = copy.copy(session)
+    shadow.state = {
+        key: dict(cast("dict[Any, Any]", value)) if isinstance(value, dict) else value
+        for key, value in session.state.items()
+    }
+    return shadow
+
+
+def copy_agent(original: Any) -> Any:
+    """Copy an agent. The copy runs without the layers that trace it.
+
+    Its client raises its first request as :class:`RequestCaptured`.
+    """
+    agent: Any = copy.copy(original)
+    agent.context_providers = list(agent.context_providers)
+    agent.run = partial(run_untraced, agent)
+    if isinstance(agent.client, FlashMoAChatClient):
+        agent.client = _capturing(agent.client)
+    return agent
+
+
 def _capturing(client: FlashMoAChatClient) -> FlashMoAChatClient:
-    def get_response(messages: Sequence[Message], **arguments: Any) -> Any:
+    async def get_response(messages: Sequence[Message], **arguments: Any) -> None:
         if reason := why_call_unpredictable(client, arguments):
             raise NotForecastable(reason)
-        body = client._prepare_options(messages, arguments.get("options") or {})
-        raise RequestCaptured(ChatRequest(client.engine, body))
+        options: dict[str, Any] = {**(arguments.get("options") or {})}
+        context = ChatContext(client, list(messages), options)
+
+        async def capture() -> None:
+            body = client._prepare_options(context.messages, context.options or {})
+            raise RequestCaptured(ChatRequest(client.engine, body))
+
+        for each in _get_middleware(arguments):
+            if isinstance(each, PerServiceCallHistoryPersistingMiddleware):
+                # It loads the history for each request.
+                await each.process(context, capture)
+        await capture()
 
     shadow: Any = copy.copy(client)
     shadow.get_response = get_response
@@ -169,21 +258,20 @@ def _copy_message(message: Message) -> Message:
     return clone
 
 
-def _make_context(workflow: Workflow, shadow: Executor, sources: Sequence[str]) -> Any:
-    """Return a handler's context, with a copy of the run's state and no receivers."""
-    state = copy.copy(workflow._runner.state)
-    for name, value in list(vars(state).items()):
-        if isinstance(value, dict):
-            setattr(state, name, dict(cast("dict[Any, Any]", value)))
+def copy_state(workflow: Workflow) -> State:
+    return copy_containers(workflow._runner.state)
+
+
+def copy_runner_context(workflow: Workflow) -> InProcRunnerContext:
+    """Return a context with the tools of the run, but without its messages and receivers."""
     runner_context = InProcRunnerContext()
     runner_context.set_runtime_tools(workflow._runner.context.get_runtime_tools())
-    return WorkflowContext(shadow, list(sources), state, runner_context)
+    return runner_context
 
 
 def client_of(executor: Executor) -> FlashMoAChatClient | None:
-    """Return the FlashMoA client of an executor's agent, if it has one."""
-    agent = executor.agent if isinstance(executor, AgentExecutor) else None
-    client = getattr(agent, "client", None)
+    """Return the FlashMoA client of the agent that an executor asks, if it has one."""
+    client = getattr(agent_of(executor), "client", None)
     return client if isinstance(client, FlashMoAChatClient) else None
 
 
@@ -208,14 +296,17 @@ def why_not_run(workflow: Workflow, executor: Executor) -> str | None:
     """
     if holds_workflow(executor):
         return "it runs a workflow, and a copy would run the same one; link that workflow itself"
-    if type(executor) is not AgentExecutor:
+    if type(executor) not in (*_AGENT_EXECUTORS, *_MANAGERS):
         return _why_no_agent(executor)
+    manager = getattr(executor, "_manager", None)
+    if manager is not None and type(manager) is not StandardMagenticManager:
+        return f"its manager is a {type(manager).__name__}, not a StandardMagenticManager"
     if reason := _why_unpredictable(workflow, executor):
         return reason
     run_tools = workflow._runner.context.get_runtime_tools()
     if any(isinstance(tool, MCPTool) for tool in normalize_tools(run_tools)):
         return _ASKS_SERVERS
-    if executor._context_mode == "custom":
+    if isinstance(executor, AgentExecutor) and executor._context_mode == "custom":
         return "its context_filter is code of your own, which is not run to predict its prompt"
     if client_of(executor) is None:
         return "its client is not a FlashMoAChatClient; give it one"
@@ -224,7 +315,7 @@ def why_not_run(workflow: Workflow, executor: Executor) -> str | None:
 
 def why_rewritten(workflow: Workflow, executor: Executor) -> str | None:
     """Return why others may get a message other than its model's text, or ``None``."""
-    if type(executor) is not AgentExecutor:
+    if type(executor) not in _AGENT_EXECUTORS:
         return f"{executor.id} is a {type(executor).__name__}, not an AgentExecutor"
     return _why_unpredictable(workflow, executor)
 
@@ -239,12 +330,24 @@ def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, A
         return "it has a compaction strategy"
     for name in _find_own_code(client, FlashMoAChatClient, _CLIENT_METHODS):
         return f"{type(client).__name__}.{name}, which its client has, is not FlashMoA's own"
-    client_kwargs: Mapping[str, Any] = arguments.get("client_kwargs") or {}
+    options: Mapping[str, Any] = arguments.get("options") or {}
+    if options.get("store") or options.get("conversation_id"):
+        return _HISTORY_ELSEWHERE
     if client.chat_middleware:
         return "its client has middleware"
-    if arguments.get("middleware") or client_kwargs.get("middleware"):
+    if any(type(each) not in _OWN_MIDDLEWARE for each in _get_middleware(arguments)):
         return "its request has middleware"
     return None
+
+
+def _get_middleware(arguments: Mapping[str, Any]) -> list[Any]:
+    """Return the middleware in the arguments of a client's ``get_response``."""
+    client_kwargs: Mapping[str, Any] = arguments.get("client_kwargs") or {}
+    found: list[Any] = []
+    for given in (arguments.get("middleware"), client_kwargs.get("middleware")):
+        if given:
+            found += cast("Any", given) if isinstance(given, Sequence) else [given]
+    return found
 
 
 def _find_own_code(owner: Any, stock: Any, methods: tuple[str, ...]) -> list[str]:
@@ -275,36 +378,41 @@ def _is_stock(executor: Executor) -> bool:
     return type(executor).__module__.startswith("agent_framework")
 
 
-def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | None:
+def _why_unpredictable(workflow: Workflow, executor: Executor) -> str | None:
     """Return why an agent's prompt may have parts that are unknown beforehand, or ``None``.
 
     Its instructions and its history are known. Anything else may cost or change something when it
     is queried, and may make the agent send others a text that is not its model's.
+
+    Args:
+        executor: the executor of an agent, or an orchestrator whose manager is an agent.
     """
-    agent: Any = executor.agent
+    agent: Any = agent_of(executor)
     kinds: tuple[Any, ...] = (Agent, RawAgent)
-    stock = next((kind for kind in kinds if isinstance(executor.agent, kind)), None)
+    stock = next((kind for kind in kinds if isinstance(agent, kind)), None)
     if stock is None or _find_own_code(agent, stock, _AGENT_METHODS):
         return f"it is a {type(agent).__name__}, not a stock Agent"
-    if agent.middleware:
+    if any(type(each) not in _OWN_MIDDLEWARE for each in agent.middleware or ()):
         return "it has middleware"
-    if any(type(provider) is not InMemoryHistoryProvider for provider in agent.context_providers):
+    if any(type(each) not in _OWN_PROVIDERS for each in agent.context_providers):
         return "it has context providers other than InMemoryHistoryProvider"
+    session: AgentSession | None = getattr(executor, "_session", None)
+    if session is not None and session.service_session_id:
+        return _HISTORY_ELSEWHERE
     if agent.mcp_tools:
         return _ASKS_SERVERS
-    if agent.require_per_service_call_history_persistence:
-        return "its history is loaded again for each request (per-service-call persistence)"
-    client = client_of(executor)
-    if client is None:
+    if not isinstance(agent.client, FlashMoAChatClient):
         return None
     arguments = {
-        "client_kwargs": _client_kwargs(workflow, executor),
+        "client_kwargs": _client_kwargs(workflow, executor.id),
         "compaction_strategy": agent.compaction_strategy,
+        "options": agent.default_options,
     }
-    return why_call_unpredictable(client, arguments)
+    return why_call_unpredictable(agent.client, arguments)
 
 
-def _client_kwargs(workflow: Workflow, executor: AgentExecutor) -> Mapping[str, Any] | None:
+def _client_kwargs(workflow: Workflow, name: str) -> Mapping[str, Any] | None:
+    """Return the run's keyword arguments for the client of the executor ``name``."""
     state = workflow._runner.state
     raw = state.get(WORKFLOW_RUN_KWARGS_KEY, {})
-    return executor._prepare_agent_run_args(raw, state.get(RESOLVED_WORKFLOW_RUN_KWARGS_KEY))[1]
+    return prepare_agent_run_args(name, raw, state.get(RESOLVED_WORKFLOW_RUN_KWARGS_KEY))[1]

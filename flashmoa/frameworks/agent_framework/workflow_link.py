@@ -34,8 +34,15 @@ from flashmoa.frameworks import (
     Turn,
     listen_for,
 )
+from flashmoa.frameworks.agent_framework.chats import (
+    ChatLinkPlanner,
+    WorkflowSettings,
+    find_orchestrator,
+    is_chat,
+)
 from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient
 from flashmoa.frameworks.agent_framework.dry_run import (
+    answers_requests,
     asks_no_model,
     client_of,
     dry_run,
@@ -49,45 +56,41 @@ from flashmoa.observe import Listener
 
 logger = logging.getLogger(__name__)
 
-# Builders of workflows that are not linked, by a class of executors that only they make.
-_UNLINKED_BUILDERS = {
-    "HandoffAgentExecutor": "HandoffBuilder",
-    "MagenticOrchestrator": "MagenticBuilder",
-    "BaseGroupChatOrchestrator": "GroupChatBuilder",
-}
-# Types of contents that reply to an agent's requests to the workflow's user.
-_REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
-
-def link(workflow: Workflow, **options: Unpack[LinkOptions]) -> WorkflowLink:
+def link(
+    workflow: Workflow, *, kv_share: float = 0.5, **options: Unpack[LinkOptions]
+) -> WorkflowLink:
     """Link a workflow's agents: each agent's tokens stream into the prompts of later agents.
 
     Call it once after building the workflow; runs, prompts and answers stay the same. Linking a
     workflow again replaces the first link.
 
     Args:
-        workflow: a workflow made by ``SequentialBuilder``, or by ``WorkflowBuilder`` without
-            conditions on edges. Other workflows are not linked, which is logged. The agents'
-            clients must be ``FlashMoAChatClient``. These agents run unlinked: agents with other
-            clients, agents of user-defined classes, agents with middleware (also of the client or
-            the run), compaction strategies, context providers or MCP servers, and agents whose
-            client has hooks (``message_preparer``, ``response_parser``).
+        workflow: a workflow made by ``SequentialBuilder``, ``GroupChatBuilder``,
+            ``MagenticBuilder`` or ``HandoffBuilder``, or by ``WorkflowBuilder`` without conditions
+            on edges. Other workflows are not linked, which is logged. The agents' clients must be
+            ``FlashMoAChatClient``. These agents run unlinked: agents with other clients, agents of
+            user-defined classes, agents with middleware (also of the client or the run), compaction
+            strategies, context providers or MCP servers, and agents whose client has hooks
+            (``message_preparer``, ``response_parser``). Linking only runs the framework's own code.
+        kv_share: the share of an engine's KV pool for agents that may speak next but need not.
+            Only a workflow that chooses its speakers has such agents.
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Raises:
         TypeError: if ``workflow`` is not a workflow.
-        ValueError: if no agent of the workflow uses a FlashMoA client, or ``on_failure`` names an
-            unknown one.
+        ValueError: if no agent of the workflow uses a FlashMoA client; if ``on_failure`` names an
+            unknown one; if ``kv_share`` is not between 0 and 1.
     """
     if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"only a Workflow can be linked, not a {type(workflow).__name__}; if it is a builder, "
             "build it first"
         )
-    settings, clients = LinkSettings(**options), _find_clients(workflow)
+    settings, clients = WorkflowSettings(**options, kv_share=kv_share), _find_clients(workflow)
     settings.check_agents(workflow.executors)
     linked = WorkflowLink(workflow, clients, settings, listen_for(workflow, settings))
-    if reason := linked.why_nothing_linked():
+    if reason := linked._planner.why_nothing_linked():
         logger.warning("link(workflow) links nothing: %s. Its agents run as usual.", reason)
     return linked
 
@@ -114,7 +117,7 @@ def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
     )
 
 
-class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
+class WorkflowLink(LinkedTeam["WorkflowLinkPlanner | ChatLinkPlanner"]):
     """Links a workflow, until it or the workflow's clients are closed.
 
     Use :func:`link` to make one.
@@ -124,27 +127,23 @@ class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
         self,
         workflow: Workflow,
         clients: Collection[FlashMoAChatClient],
-        settings: LinkSettings,
+        settings: WorkflowSettings,
         listener: Listener,
     ) -> None:
         self._workflow = workflow
         report = Report(listener)
-        planner = WorkflowLinkPlanner(workflow, settings, report)
+        planner = (
+            ChatLinkPlanner(workflow, find_orchestrator(workflow), settings, report)
+            if is_chat(workflow)
+            else WorkflowLinkPlanner(workflow, settings, report)
+        )
         observed = [each.linked_teams for each in clients]
         super().__init__(workflow, observed, planner, report, listener)
-
-    def why_nothing_linked(self) -> str | None:
-        """Return why no agent of the workflow can be linked; ``None`` if one can."""
-        if self._planner.linkable:
-            return None
-        if self._planner.unlinked_builder:
-            return f"{self._planner.unlinked_builder} is not linked"
-        return "no agent of the workflow is certain to read what another one writes"
 
     def _find_name(self, caller: Executor) -> str | None:
         return caller.id if self._workflow.executors.get(caller.id) is caller else None
 
-    def _begin(self, name: str, request: CallRequest) -> LinkedCall:
+    def _begin(self, name: str, request: CallRequest) -> LinkedCall | None:
         return self._planner.observe(name, request)
 
 
@@ -173,17 +172,14 @@ class WorkflowLinkPlanner(LinkPlanner):
 
     Attributes:
         linkable: the agents that certainly read only texts of other agents.
-        unlinked_builder: the builder that made the workflow, if its workflows are not linked.
     """
 
     def __init__(self, workflow: Workflow, settings: LinkSettings, listener: Listener) -> None:
         super().__init__(listener, settings)
         self._workflow = workflow
-        self.unlinked_builder = find_unlinked_builder(workflow)
-        deliveries = find_deliveries(workflow) if self.unlinked_builder is None else []
         self._deliveries = {
             each.target: each
-            for each in deliveries
+            for each in find_deliveries(workflow)
             if not asks_no_model(workflow.executors[each.target])
         }
         self._agents = {name for name, each in workflow.executors.items() if client_of(each)}
@@ -209,7 +205,7 @@ class WorkflowLinkPlanner(LinkPlanner):
                 self.end_all("unused")
         conversation = get_conversation(executor)
         self._known.conversations.setdefault(name, conversation)
-        if rewritten is not None or _answers_requests(conversation):
+        if rewritten is not None or answers_requests(conversation):
             self._known.unpredicted.add(name)
         delivery = self._deliveries.get(name)
         if (
@@ -221,9 +217,13 @@ class WorkflowLinkPlanner(LinkPlanner):
             self.links.decline(name, NotForecastable(reason))
         return self.begin(name, request, rewritten=rewritten, linkable=name in self.linkable)
 
+    def why_nothing_linked(self) -> str | None:
+        """Return why no agent of the workflow can be linked; ``None`` if one can."""
+        if self.linkable:
+            return None
+        return "no agent of the workflow is certain to read what another one writes"
+
     def why_unplanned(self, agent: str) -> str:
-        if self.unlinked_builder is not None:
-            return f"{self.unlinked_builder} is not linked"
         delivery = self._deliveries.get(agent)
         if not self._has_begun or agent in self.linkable:
             return super().why_unplanned(agent)
@@ -279,23 +279,6 @@ class WorkflowLinkPlanner(LinkPlanner):
                 text = self._known.placeholders.padded(name)
                 sent[name] = make_response(self._workflow.executors[name], conversation, text)
         return sent
-
-
-def find_unlinked_builder(workflow: Workflow) -> str | None:
-    """Return the builder that made a workflow, if its workflows are not linked."""
-    kinds = [kind for each in workflow.executors.values() for kind in type(each).__mro__]
-    return next(
-        (_UNLINKED_BUILDERS[k.__name__] for k in kinds if k.__name__ in _UNLINKED_BUILDERS), None
-    )
-
-
-def _answers_requests(conversation: Sequence[Message]) -> bool:
-    """Return whether an agent resumes with an approval of a tool, or a result that it asked for.
-
-    Others then also get the results.
-    """
-    contents = conversation[-1].contents if conversation else []
-    return any(content.type in _REPLIES for content in contents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from tests.integration.framework_scripts import run_frameworks
                 "test_frameworks.py",
                 "test_tools.py",
                 "test_adk.py",
+                "test_agent_framework.py",
                 "test_blocking.py",
                 "test_http2.py",
             ],

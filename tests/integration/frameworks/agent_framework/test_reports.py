@@ -7,18 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agent_framework import Workflow
-from agent_framework.orchestrations import ConcurrentBuilder, GroupChatBuilder
+from agent_framework import AgentExecutor, Workflow
+from agent_framework.orchestrations import (
+    ConcurrentBuilder,
+    GroupChatBuilder,
+    GroupChatOrchestrator,
+)
+from agent_framework_orchestrations._base_group_chat_orchestrator import ParticipantRegistry
 
 from flashmoa.agent_framework import link
 from tests.integration.frameworks.agent_framework.workflows import TASK, Pair, agent
 
 
-def group_chat(agents: list[Any]) -> Workflow:
+class Mine(GroupChatOrchestrator): ...
+
+
+def own_rules(agents: list[Any]) -> Workflow:
     turns = iter(("planner", "local", "planner"))
-    return GroupChatBuilder(
-        participants=agents, max_rounds=3, selection_func=lambda _: next(turns)
-    ).build()
+    members = [AgentExecutor(agent) for agent in agents]
+    mine = Mine("mine", ParticipantRegistry(members), lambda _: next(turns), max_rounds=3)
+    return GroupChatBuilder(participants=members, orchestrator=mine).build()
 
 
 def concurrent(agents: list[Any]) -> Workflow:
@@ -28,7 +36,7 @@ def concurrent(agents: list[Any]) -> Workflow:
 @pytest.mark.parametrize(
     ("build", "warning", "shown"),
     [
-        (group_chat, "GroupChatBuilder is not linked", "planner (2), local: GroupChatBuilder is"),
+        (own_rules, "its workflow's Mine has rules", "local, planner: its workflow's Mine has"),
         (concurrent, "is certain to read", "why local: it reads no agent's text"),
     ],
 )

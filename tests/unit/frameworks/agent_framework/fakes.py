@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
-import httpx
+import openai
 from agent_framework import Agent, Message, Workflow
 from agent_framework.orchestrations import SequentialBuilder
 from anyio.streams.memory import MemoryObjectSendStream
@@ -19,8 +21,16 @@ from flashmoa.agent_framework import FlashMoAChatClient, link
 from flashmoa.engine.wire import CALL_HEADER, STREAM_HEADER
 from flashmoa.observe import Event, LinkDeclined
 
+# OpenAI's client 3 is built on httpx2, earlier ones on httpx.
+_MODULE = "httpx2" if int(openai.__version__.split(".")[0]) >= 3 else "httpx"
+httpx: Any = importlib.import_module(_MODULE)
+
 ANSWER = "one two three four"
-Answer = Callable[[Mapping[str, Any]], "str | list[dict[str, Any]]"]
+# A tool call is written in this time.
+_CALLING_SECONDS = 0.09
+_NUMBERS = itertools.count()
+Calls = list[dict[str, Any]]
+Answer = Callable[[Mapping[str, Any]], "str | Calls | tuple[str, Calls]"]
 
 
 @dataclass(frozen=True)
@@ -46,17 +56,22 @@ class FakeEngine:
     """Stands in for the engine and for the chat completions of a client.
 
     Args:
-        answer: the text, or the tool calls, that answer a request's body.
+        answer: the text, the tool calls, or both, that answer a request's body.
+
+    Attributes:
+        pool_tokens: the size of its KV pool.
     """
 
     def __init__(self, client: FlashMoAChatClient, answer: Answer) -> None:
         self.sent: list[Sent] = []
+        self.pool_tokens = 100_000
         self._answer = answer
         self._streams: dict[str, str] = {}
         engine: Any = client.engine
         engine.render, engine.open_stream, engine.append = self._render, self._open, self._append
         engine.delete_stream = engine.keep_alive = self._ignore
         engine.hear = self._hear
+        engine.kv_pool_tokens = self._count_pool
         self._channels: dict[str, MemoryObjectSendStream[dict[str, Any]]] = {}
         openai: Any = client.client
         openai._client._transport = _Transport(self._chat)
@@ -89,6 +104,9 @@ class FakeEngine:
         with self._channels[channel], heard:
             yield lines()
 
+    async def _count_pool(self) -> int:
+        return self.pool_tokens
+
     async def _ignore(self, _: str) -> None: ...
 
     def _state(self, name: str, next_seq: int) -> Any:
@@ -101,25 +119,24 @@ class FakeEngine:
             ttl_seconds=30.0,
         )
 
-    async def _chat(self, request: httpx.Request) -> httpx.Response:
+    async def _chat(self, request: Any) -> Any:
         body: dict[str, Any] = json.loads(await request.aread())
         streamed = self._streams.get(request.headers.get(STREAM_HEADER, ""))
         self.sent.append(Sent(render(body["messages"], body.get("tools")), streamed))
-        answer = self._answer(body)
+        text, tool_calls = split_answer(self._answer(body))
         if body.get("stream"):
-            assert isinstance(answer, str)
-            return httpx.Response(
-                200, headers={"content-type": "text/event-stream"}, stream=_Words(answer.split())
-            )
-        text, tool_calls = (answer, None) if isinstance(answer, str) else (None, answer)
-        if text is not None and CALL_HEADER in request.headers:
-            await self._tell(request.headers[CALL_HEADER].replace("-", ""), text.split())
+            words = _Words((text or "").split(), tool_calls)
+            return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=words)
+        call = request.headers.get(CALL_HEADER, "").replace("-", "")
+        await self._write(call, (text or "").split())
+        if tool_calls:
+            await anyio.sleep(_CALLING_SECONDS)
         message = {"role": "assistant", "content": text, "tool_calls": tool_calls}
         reason = "tool_calls" if tool_calls else "stop"
         return httpx.Response(200, json=_completion(reason, message=message))
 
-    async def _tell(self, call: str, words: Sequence[str]) -> None:
-        """Tell of words that are written one after the other, once a channel is open."""
+    async def _write(self, call: str, words: Sequence[str]) -> None:
+        """Write words one after the other, and tell a channel of them once it is open."""
         at, untold = 0, list[dict[str, Any]]()
         for word in words:
             await anyio.sleep(0.03)
@@ -133,24 +150,41 @@ class FakeEngine:
 class _Transport(httpx.AsyncBaseTransport):
     """Answers chat completions by a function."""
 
-    def __init__(self, answer: Callable[[httpx.Request], Awaitable[httpx.Response]]) -> None:
+    def __init__(self, answer: Callable[[Any], Awaitable[Any]]) -> None:
         self._answer = answer
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: Any) -> Any:
         return await self._answer(request)
 
 
 class _Words(httpx.AsyncByteStream):
-    """Is a stream of words that are written one after the other."""
+    """Is a stream of words that are written one after the other, and of tool calls after them."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], tool_calls: Calls | None) -> None:
         self._words = words
+        self._tool_calls = tool_calls
 
     async def __aiter__(self) -> AsyncGenerator[bytes]:
         for index, word in enumerate(self._words):
             await anyio.sleep(0.03)
             yield _event(_completion(None, delta={"content": f" {word}" if index else word}))
-        yield _event(_completion("stop", delta={}))
+        if self._tool_calls is not None:
+            await anyio.sleep(_CALLING_SECONDS)
+            calls = [{"index": place, **call} for place, call in enumerate(self._tool_calls)]
+            yield _event(_completion(None, delta={"tool_calls": calls}))
+        yield _event(_completion("tool_calls" if self._tool_calls else "stop", delta={}))
+
+
+def split_answer(answer: str | Calls | tuple[str, Calls]) -> tuple[str | None, Calls | None]:
+    """Return an answer's text and tool calls."""
+    if isinstance(answer, str):
+        return answer, None
+    return answer if isinstance(answer, tuple) else (None, answer)
+
+
+def call_tool(name: str, **arguments: object) -> Calls:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return [{"id": f"call-{next(_NUMBERS)}", "type": "function", "function": function}]
 
 
 def _completion(reason: str | None, **message: Any) -> dict[str, Any]:

@@ -11,9 +11,6 @@ from agent_framework import Agent, ChatResponse, Message, Workflow, WorkflowBuil
 from agent_framework.openai import OpenAIChatCompletionClient
 from agent_framework.orchestrations import (
     ConcurrentBuilder,
-    GroupChatBuilder,
-    HandoffBuilder,
-    MagenticBuilder,
     SequentialBuilder,
 )
 from openai import AsyncOpenAI
@@ -44,26 +41,6 @@ def test_nested_workflows_are_named() -> None:
         link(builder.with_request_info().build())
 
 
-def group_chat(client: FlashMoAChatClient) -> Workflow:
-    turns = iter("ab")
-    members = [agent(client, name) for name in "ab"]
-    return GroupChatBuilder(
-        participants=members, max_rounds=2, selection_func=lambda _: next(turns)
-    ).build()
-
-
-def handoff(client: FlashMoAChatClient) -> Workflow:
-    settings = {"require_per_service_call_history_persistence": True}
-    members = [agent(client, name, **settings) for name in "ab"]
-    return HandoffBuilder(participants=members).with_start_agent(members[0]).build()
-
-
-def magentic(client: FlashMoAChatClient) -> Workflow:
-    members = [agent(client, "a")]
-    boss = agent(client, "boss")
-    return MagenticBuilder(participants=members, manager_agent=boss, max_round_count=1).build()
-
-
 def concurrent(client: FlashMoAChatClient) -> Workflow:
     return ConcurrentBuilder(participants=[agent(client, name) for name in "abc"]).build()
 
@@ -76,9 +53,6 @@ def conditional(client: FlashMoAChatClient) -> Workflow:
 @pytest.mark.parametrize(
     ("make", "logged", "reasons"),
     [
-        (group_chat, "GroupChatBuilder is not linked", {"GroupChatBuilder is not linked"}),
-        (handoff, "HandoffBuilder is not linked", {"HandoffBuilder is not linked"}),
-        (magentic, "MagenticBuilder is not linked", {"MagenticBuilder is not linked"}),
         (concurrent, "is certain to read", {FIRST, "it reads no agent's text"}),
         (
             conditional,

@@ -15,8 +15,6 @@ from flashmoa.frameworks.conformance import check_adapter
 from tests.frameworks.conftest import URLS
 from tests.integration.frameworks.agent_framework.test_chats import CHATS, run_chat
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize(("build", "linkable"), CHATS)
 async def test_chats_are_linked(guide: str, build: Any, linkable: int) -> None:

@@ -25,8 +25,6 @@ from flashmoa.observe import Listener
 from flashmoa.observe.calls import calls
 from tests.integration.frameworks.agent_framework.workflows import TASK, Pair, agent, options
 
-pytestmark = pytest.mark.anyio
-
 Patch = pytest.MonkeyPatch
 NAMES = ("planner", "local", "summary")
 

@@ -18,8 +18,6 @@ from tests.unit.frameworks.agent_framework.test_magentic import (
     with_instructions,
 )
 
-pytestmark = pytest.mark.anyio
-
 CHATS = {"group chat": (by_manager, decisions), "magentic": (magentic, ledgers)}
 
 

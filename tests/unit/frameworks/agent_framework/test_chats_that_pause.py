@@ -34,8 +34,6 @@ from tests.unit.frameworks.agent_framework.test_magentic import (
     with_instructions,
 )
 
-pytestmark = pytest.mark.anyio
-
 # Random ids, numbers of tool calls, and times.
 _RANDOM = re.compile(
     r"af-[\w-]+|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|call-\d+"

@@ -43,8 +43,6 @@ from flashmoa.observe.events import FIRST, LATE
 from tests.unit.frameworks.agent_framework.fakes import agent, call_tool
 from tests.unit.frameworks.agent_framework.forecasts import ChatRunner, prose
 
-pytestmark = pytest.mark.anyio
-
 NAMES = ["a", "b", "c"]
 
 

@@ -24,8 +24,6 @@ from tests.unit.frameworks.agent_framework.fakes import agent, call_tool
 from tests.unit.frameworks.agent_framework.forecasts import ChatRunner, Script, prose
 from tests.unit.frameworks.agent_framework.test_group_chats import NAMES, look
 
-pytestmark = pytest.mark.anyio
-
 MANAGER = "magentic_orchestrator"
 BOSS = "magentic manager"
 

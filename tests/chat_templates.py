@@ -72,7 +72,9 @@ GPT_OSS = """<|start|>system<|message|>You are a language model.<|end|>
 # The assistant's last message after the last user's gets an empty thought, the earlier ones not.
 QWEN3 = """
 {%- set last = namespace(user=-1) %}
-{%- for m in messages %}{% if m.role == "user" %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == "user" %}{% set last.user = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == "assistant" and loop.last and loop.index0 > last.user %}<think>
 

@@ -21,7 +21,8 @@ Decode = Callable[[Sequence[int]], str]
 def applies_to(obj: Any, chat: Any) -> bool:
     """Return whether a ``GenerateReqInput`` streams a chat's answer with its usage so far."""
     options = getattr(chat, "stream_options", None)
-    is_asked = bool(obj.stream and getattr(options, "continuous_usage_stats", False))
+    # A request for embeddings has no ``stream``, and no chat.
+    is_asked = bool(getattr(options, "continuous_usage_stats", False) and obj.stream)
     # Log-probabilities already have an entry for each token.
     return is_asked and asked.has_one_answer(obj) and not obj.return_logprob
 
@@ -65,11 +66,12 @@ def _length_after(token: int, written: WrittenText) -> int:
     return len(written.text)
 
 
-def watch(manager: Any, obj: Any, chat: Any, outputs: Any, in_pieces: bool) -> Any:
+def watch(manager: Any, obj: Any, chat: Any, outputs: Any) -> Any:
     """Return the outputs of a ``GenerateReqInput``, for each token if its chat asks for that."""
     if manager.tokenizer is None or not applies_to(obj, chat):
         return outputs
     params: dict[str, Any] = obj.sampling_params or {}
     names = ("skip_special_tokens", "spaces_between_special_tokens")
     decode = partial(manager.tokenizer.decode, **{name: params.get(name, True) for name in names})
+    in_pieces = manager.flashmoa_table.engine.streams_pieces(obj)
     return split(outputs, decode, in_pieces=in_pieces)

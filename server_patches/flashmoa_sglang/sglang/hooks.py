@@ -132,8 +132,7 @@ def generate_request(
     if manager.flashmoa_table is None or is_ours(obj):
         return original(manager, obj, request)
     outputs = client_requests.generate_request(original, manager, obj, request)
-    in_pieces = manager.flashmoa_table.engine.streams_pieces(obj)
-    outputs = running_usage.watch(manager, obj, rendering.served.get(), outputs, in_pieces)
+    outputs = running_usage.watch(manager, obj, rendering.served.get(), outputs)
     gaps: ToolGaps | None = manager.flashmoa_tool_gaps
     if gaps is not None:
         outputs = gaps.watch(obj, outputs)

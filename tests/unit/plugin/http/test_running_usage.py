@@ -110,7 +110,10 @@ def test_only_a_stream_that_asks_for_running_usage_is_split(
     fields = {"stream": True, "return_logprob": False, "sampling_params": {}, **change}
     obj, chat = SimpleNamespace(**fields), SimpleNamespace(stream_options=options)
     given = object()
-    manager = SimpleNamespace(tokenizer=SimpleNamespace(decode=decode))
-    assert (running_usage.watch(manager, obj, chat, given, False) is not given) == applies
-    assert running_usage.watch(manager, obj, None, given, False) is given
-    assert running_usage.watch(SimpleNamespace(tokenizer=None), obj, chat, given, False) is given
+    table = SimpleNamespace(engine=SimpleNamespace(streams_pieces=lambda _obj: False))
+    manager = SimpleNamespace(tokenizer=SimpleNamespace(decode=decode), flashmoa_table=table)
+    assert (running_usage.watch(manager, obj, chat, given) is not given) == applies
+    assert running_usage.watch(manager, obj, None, given) is given
+    assert running_usage.watch(SimpleNamespace(tokenizer=None), obj, chat, given) is given
+    embedding = SimpleNamespace(text="a")
+    assert running_usage.watch(manager, embedding, None, given) is given

@@ -55,7 +55,7 @@ ok, note, fix = partial(Finding, "ok"), partial(Finding, "note"), partial(Findin
 
 def pip_install(packages: str, folders: str) -> str:
     """Return the command that installs FlashMoA's packages, or their folders in a clone."""
-    return f"pip install {packages}; in a clone of FlashMoA's repository: pip install {folders}"
+    return f"pip install {folders} in a clone of FlashMoA's repository, else pip install {packages}"
 
 
 _PLUGIN = "flashmoa"

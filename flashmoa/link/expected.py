@@ -154,4 +154,13 @@ async def first_request(dry_run: Awaitable[object]) -> ChatRequest:
         await dry_run
     except RequestCaptured as captured:
         return captured.request
+    except BaseExceptionGroup as group:  # The agent's own code has a task group.
+        captured_all, others = group.split(RequestCaptured)
+        if others is not None:
+            raise others from None
+        error: BaseException | None = captured_all
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, RequestCaptured):
+            return error.request
     raise NotForecastable("its dry run ended without a call of its model")

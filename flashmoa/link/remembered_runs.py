@@ -2,7 +2,8 @@
 
 A program has one file in the user's folder. The file has the prompts and answers of the program's
 last complete run, which the next run is predicted from, and the lengths of earlier answers. It has
-no headers, so that no API key is on the disk. Only the user may read it.
+neither headers nor keys of MCP servers, so that no API key is on the disk. Only the user may read
+it.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from flashmoa.link.learned_runs import (
     MAX_PROGRAMS,
     MAX_RECORDED_BYTES,
     NOT_REMEMBERED,
+    LearnedRun,
     Message,
     Program,
     RecordedCall,
@@ -69,12 +73,16 @@ class _Numbered:
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._numbers: dict[str, int] = {}
+        # A run has equal values once in memory, so that most are found without looking into them.
+        self._by_id: dict[int, tuple[int, Any]] = {}
 
     def number(self, value: Any) -> int:
-        number = self._numbers.setdefault(json.dumps(value), len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
-        return number
+        if id(value) not in self._by_id:
+            number = self._numbers.setdefault(json.dumps(value), len(self.values))
+            if number == len(self.values):
+                self.values.append(value)
+            self._by_id[id(value)] = number, value
+        return self._by_id[id(value)][0]
 
 
 def prepare(folder: Path) -> None:
@@ -87,14 +95,16 @@ def load(folder: Path, name: str, program: Program) -> None:
     path = _path(folder, name)
     try:
         stored = _format().validate_json(path.read_bytes())
-        recorded = {each.call.key: _restore(each, stored) for each in stored.calls}
+        found = Program()
+        found.recorded = {each.call.key: _restore(each, stored) for each in stored.calls}
+        LearnedRun(found)
     except FileNotFoundError:
         return
-    except (OSError, ValidationError, IndexError) as error:
+    except Exception as error:  # Somebody may have written anything into the file.
         text = "%s is not used, and replaced after the next run: %s"
         logger.warning(text, path, str(error).partition("\n")[0])
         return
-    program.recorded, program.sent_back = recorded, stored.sent_back
+    program.recorded, program.sent_back = found.recorded, stored.sent_back
     program.output_lengths.restore(stored.lengths)
 
 
@@ -103,32 +113,32 @@ def save(folder: Path, name: str, program: Program) -> None:
 
     A failure is logged: the run itself has ended well.
     """
-    stored = _store(name, program)
-    data = _format().dump_json(stored)
-    if len(data) > MAX_RECORDED_BYTES:
-        most = MAX_RECORDED_BYTES // 1_000_000
-        logger.warning("the runs of %s are not remembered: they take over %d MB", name, most)
-        return
-    path = _path(folder, name)
     try:
+        data = _format().dump_json(_store(name, program))
+        if len(data) > MAX_RECORDED_BYTES:
+            raise ValueError(f"they take over {MAX_RECORDED_BYTES // 1_000_000} MB")
         # The file has mode 600, and readers see the old or the new one.
         file, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=_SUFFIX)
         try:
             with os.fdopen(file, "wb") as opened:
                 opened.write(data)
-            os.replace(temporary, path)
+            os.replace(temporary, _path(folder, name))
         except BaseException:
             os.unlink(temporary)
             raise
         _delete_oldest(folder)
-    except OSError as error:
-        logger.warning("the runs of %s are not remembered in %s: %s", name, folder, error)
+    except Exception as error:  # Texts may have half a character, which JSON cannot have.
+        logger.warning("the runs of %r are not remembered in %s: %s", name, folder, error)
 
 
 def _delete_oldest(folder: Path) -> None:
-    files = sorted(folder.glob(f"[!.]*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-    for path in files[:-MAX_PROGRAMS]:
-        path.unlink(missing_ok=True)
+    """Delete files of programs that ran long ago, and those that a killed process has left."""
+    with suppress(FileNotFoundError):  # Another process deletes them, too.
+        files = sorted(folder.glob(f"[!.]*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        unfinished = [*folder.glob(f".*{_SUFFIX}")]
+        old = [path for path in unfinished if path.stat().st_mtime < time.time() - 3600]
+        for path in [*files[:-MAX_PROGRAMS], *old]:
+            path.unlink(missing_ok=True)
 
 
 def _path(folder: Path, name: str) -> Path:
@@ -143,7 +153,7 @@ def _store(name: str, program: Program) -> _StoredProgram:
         _StoredCall(
             replace(call, request=_without_parts(call.request)),
             [messages.number(message) for message in call.request.messages],
-            fields.number(call.request.fields),
+            fields.number(_without_keys(call.request.fields)),
         )
         for call in program.recorded.values()
     ]
@@ -151,6 +161,18 @@ def _store(name: str, program: Program) -> _StoredProgram:
     return _StoredProgram(
         1, name, messages.values, fields.values, calls, lengths, program.sent_back
     )
+
+
+def _without_keys(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return fields without the keys of MCP servers, which no prompt shows."""
+    keys = ("authorization", "headers")
+    tools: Sequence[Any] = fields.get("tools") or ()
+    if not any(isinstance(tool, Mapping) and tool.get("type") == "mcp" for tool in tools):
+        return fields
+    return {
+        **fields,
+        "tools": [{name: tool[name] for name in tool if name not in keys} for tool in tools],
+    }
 
 
 def _without_parts(request: RecordedRequest) -> RecordedRequest:

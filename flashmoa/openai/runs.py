@@ -117,7 +117,10 @@ def run(
     if file.startswith("<"):
         file = re.sub(r"-\d+", "", file, count=1)
     program = name or f"{file}:{caller.f_lineno}"
-    folder = Path(remember).expanduser() if remember is not None else None
+    if remember == "":
+        raise ValueError("remember names no folder; leave it out, or give a folder")
+    # A program may change its folder meanwhile.
+    folder = Path(remember).expanduser().absolute() if remember is not None else None
     return RunContext(partial(_run, program, folder, LinkSettings(**options)))
 
 

@@ -93,6 +93,6 @@ def threshold(
     """
     hidden = measure.forward_work(needed)
     if rule is Rule.HIDDEN and needed:
-        return hidden
+        return max(1, hidden)
     reference = max(largest, round(needed / TRANSFER_MARGIN))
     return max(1, hidden, int(margin * measure.forward_work(reference)))

@@ -6,20 +6,25 @@ a slow reader, and then no event says which part of its text the first tokens wr
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from flashmoa_sglang.http import asked
 from flashmoa_sglang.http.hearing.written_text import WrittenText
 
+logger = logging.getLogger(__name__)
+
 Decode = Callable[[Sequence[int]], str]
 
 
-def applies_to(obj: Any, chat: Any) -> bool:
+def applies_to(obj: Any, chat: Any, http_request: Any) -> bool:
     """Return whether a ``GenerateReqInput`` streams a chat's answer with its usage so far."""
+    # SGLang asks for it itself when it serves Anthropic's messages.
+    if http_request is None or not http_request.url.path.endswith("/chat/completions"):
+        return False
     options = getattr(chat, "stream_options", None)
     # A request for embeddings has no ``stream``, and no chat.
     is_asked = bool(getattr(options, "continuous_usage_stats", False) and obj.stream)
@@ -27,51 +32,57 @@ def applies_to(obj: Any, chat: Any) -> bool:
     return is_asked and asked.has_one_answer(obj) and not obj.return_logprob
 
 
-async def split(
-    outputs: AsyncGenerator[Any], decode: Decode, *, in_pieces: bool
-) -> AsyncGenerator[Any]:
-    """Yield SGLang's outputs. An output of several tokens follows outputs of its first tokens.
+async def split(outputs: AsyncGenerator[Any], decode: Decode) -> AsyncGenerator[Any]:
+    """Yield SGLang's outputs, each with the whole text so far.
 
-    Args: in_pieces: whether each output has only the new text and tokens.
+    An output of several new tokens follows outputs of its first tokens.
     """
-    text, count, written = "", 0, WrittenText(decode)
+    length, count, written = 0, 0, WrittenText(decode)
     async with aclosing(outputs):
         async for output in outputs:
-            if not isinstance(output, dict) or not output.get("output_ids"):
-                yield output
-                continue
-            ids, meta = output["output_ids"], output["meta_info"]
-            new = [*ids] if in_pieces else ids[count:]
-            whole = text + output["text"] if in_pieces else output["text"]
-            lengths = [_length_after(token, written) for token in new]
-            # Without the prompt before it, the first token may have lost its space.
-            start = int(whole.startswith(f" {written.text}"))
-            # SGLang removes a stop text from the last output.
-            own = f"{whole[:start]}{written.text}"[: len(whole)]
-            for number, length in enumerate(lengths[:-1] if whole.startswith(own) else (), 1):
-                end = min(start + length, len(whole))
-                if end <= len(text):
-                    continue
-                earlier = {**meta, "completion_tokens": count + number, "finish_reason": None}
-                part = whole[len(text) : end] if in_pieces else whole[:end]
-                token = new[number - 1 : number] if in_pieces else ids
-                yield {**output, "text": part, "output_ids": token, "meta_info": earlier}
-                text = whole[:end]
-            yield {**output, "text": whole[len(text) :]} if in_pieces else output
-            text, count = whole, count + len(new)
+            if written is not None and isinstance(output, dict) and output.get("output_ids"):
+                try:
+                    ends = _ends(output["text"], output["output_ids"][count:], written)
+                except Exception as error:  # The tokenizer's own code; the answer goes on.
+                    logger.warning("Joined tokens are not split: %r", error)
+                    ends, written = [], None
+                for number, end in enumerate(ends, count + 1):
+                    if end > length:
+                        meta = {**output["meta_info"], "completion_tokens": number}
+                        text = output["text"][:end]
+                        yield {**output, "text": text, "meta_info": {**meta, "finish_reason": None}}
+                        length = end
+                length, count = len(output["text"]), len(output["output_ids"])
+            yield output
 
 
-def _length_after(token: int, written: WrittenText) -> int:
-    written.add(array("q", [token]).tobytes(), 0)
-    return len(written.text)
+def _ends(text: str, ids: Sequence[int], written: WrittenText) -> list[int]:
+    """Return the length of the text after each new token but the last one.
+
+    The list is empty if the text is not what the tokens say.
+    """
+    lengths: list[int] = []
+    for token in ids:
+        written.add(array("q", [token]).tobytes(), 0)
+        lengths.append(len(written.text))
+    # Without the prompt before it, the first token may have lost its space.
+    start = int(text.startswith(f" {written.text}"))
+    # SGLang removes a stop text from the last output.
+    own = f"{text[:start]}{written.text}"[: len(text)]
+    is_own = text.startswith(own)
+    return [min(start + length, len(text)) for length in lengths[:-1]] if is_own else []
 
 
-def watch(manager: Any, obj: Any, chat: Any, outputs: Any) -> Any:
-    """Return the outputs of a ``GenerateReqInput``, for each token if its chat asks for that."""
-    if manager.tokenizer is None or not applies_to(obj, chat):
+def watch(manager: Any, obj: Any, chat: Any, http_request: Any, outputs: Any) -> Any:
+    """Return the outputs of a ``GenerateReqInput``, for each token if its chat asks for that.
+
+    Not with ``--incremental-streaming-output``, where outputs have only the new text.
+    """
+    if manager.tokenizer is None or not applies_to(obj, chat, http_request):
+        return outputs
+    if manager.flashmoa_table.engine.streams_pieces(obj):
         return outputs
     params: dict[str, Any] = obj.sampling_params or {}
     names = ("skip_special_tokens", "spaces_between_special_tokens")
-    decode = partial(manager.tokenizer.decode, **{name: params.get(name, True) for name in names})
-    in_pieces = manager.flashmoa_table.engine.streams_pieces(obj)
-    return split(outputs, decode, in_pieces=in_pieces)
+    options = {name: params.get(name, True) for name in names}
+    return split(outputs, lambda ids: manager.tokenizer.decode([*ids], **options))

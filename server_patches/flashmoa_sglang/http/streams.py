@@ -150,8 +150,10 @@ class StreamTable:
         if None in self._changing or stream.terms.lora_path in self._changing:
             raise EngineDraining("The engine is being changed; send the request without a stream.")
         if len(self._open) >= self.limits.streams:
-            pinned = (one for one in self.unclaimed() if one.pinned_from is not None)
-            if (oldest := next(pinned, None)) is None:
+            # Of prompts that the server holds, clients have asked for the ones from 0 (prewarming).
+            held = [one for one in self.unclaimed() if one.pinned_from is not None]
+            oldest = min(held, key=lambda one: one.pinned_from == 0, default=None)
+            if oldest is None:
                 raise TooManyStreams(
                     f"{self.limits.streams} prompt streams are open, which is the limit. "
                     "Delete some, or send the request without one."

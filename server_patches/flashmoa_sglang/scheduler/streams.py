@@ -77,6 +77,11 @@ class SchedulerStream:
     gave_way: bool = False
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all tokens have KV and no more come."""
+        return self.ended and self.prefilled >= len(self.tokens)
+
+    @property
     def is_due(self) -> bool:
         """Whether the upstream agent has written its last token, so that the request is due."""
         return self.ended and self.grows and not self.claimed
@@ -133,8 +138,13 @@ class SchedulerStreams:
         self._reported_waiting: set[str] = set()
 
     def __len__(self) -> int:
-        """Return the number of streams whose opener this rank got."""
-        return sum(stream.opener is not None for stream in self._open.values())
+        """Return the number of streams whose opener this rank got, and that may prefill more.
+
+        A prompt that is held complete, while tools run for instance, changes no step.
+        """
+        return sum(
+            stream.opener is not None and not stream.is_complete for stream in self._open.values()
+        )
 
     def can_prefill_more(self) -> bool:
         return bool(self._growths())

@@ -132,7 +132,7 @@ def generate_request(
     if manager.flashmoa_table is None or is_ours(obj):
         return original(manager, obj, request)
     outputs = client_requests.generate_request(original, manager, obj, request)
-    outputs = running_usage.watch(manager, obj, rendering.served.get(), outputs)
+    outputs = running_usage.watch(manager, obj, rendering.served.get(), request, outputs)
     gaps: ToolGaps | None = manager.flashmoa_tool_gaps
     if gaps is not None:
         outputs = gaps.watch(obj, outputs)

@@ -74,6 +74,6 @@ def test_commands_without_their_package_say_so(
     monkeypatch.setattr("flashmoa.cli.find_spec", lambda _name: None)
     assert run(["chunk"]) == 1
     assert capsys.readouterr().err == (
-        f"flashmoa {name} needs the package flashmoa-bench: pip install flashmoa-bench; in a clone "
-        "of FlashMoA's repository: pip install ./benchmarks\n"
+        f"flashmoa {name} needs the package flashmoa-bench: pip install ./benchmarks in a clone of "
+        "FlashMoA's repository, else pip install flashmoa-bench\n"
     )

@@ -74,7 +74,7 @@ def test_missing_packages_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> N
     # A machine without both packages has no problem: it is for clients only.
     assert [finding.level for finding in installed()] == ["note"]
     assert "flashmoa[autogen]" in checks.check_autogen().remedy
-    assert "pip install flashmoa-sglang;" in installed(sglang="0.5.23")[1].remedy
+    assert "else pip install flashmoa-sglang" in installed(sglang="0.5.23")[1].remedy
     (sglang,) = installed(**{"flashmoa-sglang": "1"})
     assert f"pip install sglang=={releases.TESTED[-1]} (GPU)" in sglang.remedy
 

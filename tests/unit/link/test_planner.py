@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,13 @@ from flashmoa.errors import (
 )
 from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.calls import CallRequest, CallResult, ObservedCall, OutputLengths
-from flashmoa.link.expected import ExpectedRequest, Turn
+from flashmoa.link.expected import (
+    ChatRequest,
+    ExpectedRequest,
+    RequestCaptured,
+    Turn,
+    first_request,
+)
 from flashmoa.link.link import Link
 from flashmoa.link.linked_call import LinkedCall
 from flashmoa.link.options import LinkSettings
@@ -514,3 +521,27 @@ async def test_a_newer_request_replaces_its_agents_older(planner: Pair) -> None:
     assert planner.tools["writer"] is newer
     planner.tools.give_up(older)
     assert planner.tools["writer"] is newer
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_dry_run_may_ask_in_a_task_group(fails: bool) -> None:
+    expected = ChatRequest(EngineClient("http://127.0.0.1:9"), {"messages": []})
+
+    async def ask() -> None:
+        raise RequestCaptured(expected)
+
+    async def fail() -> None:
+        raise KeyError("own code")
+
+    async def dry_run() -> None:
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
+            inner.create_task(ask())
+            if fails:
+                outer.create_task(fail())
+
+    if not fails:
+        assert await first_request(dry_run()) is expected
+    else:
+        with pytest.raises(ExceptionGroup) as problem:
+            await first_request(dry_run())
+        assert problem.group_contains(KeyError, depth=1) or problem.group_contains(KeyError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +21,22 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("programs")
 KEY = "sk-private"
+# A call of a tool that no run can have had.
+UNUSABLE = json.dumps(
+    {
+        "fields": [{}],
+        "calls": [
+            {
+                "call": {
+                    "key": "a", "name": "a", "after": 0, "tool_answer": {"role": "assistant"},
+                    "request": {"url": "", "model": "", "messages": []},
+                },
+                "messages": [],
+                "fields": 0,
+            }
+        ],
+    }
+)  # fmt: skip
 
 
 async def play(
@@ -74,7 +91,9 @@ async def test_a_run_that_fails_teaches_nothing(server: FakeServer, tmp_path: Pa
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 2}', '{"version": 1, "calls": 3}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"version": 2}', '{"version": 1, "calls": 3}', UNUSABLE]
+)
 async def test_a_file_that_cannot_be_read_is_replaced(
     server: FakeServer,
     programs: dict[str, Program],
@@ -111,6 +130,38 @@ async def test_a_full_disk_changes_no_run(
     monkeypatch.setattr(remembered_runs.os, "replace", fail)
     await play(server, tmp_path)
     assert "No space left" in caplog.text and files(tmp_path) == []
+
+
+def test_a_run_that_json_cannot_have_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = Program()
+    learned = LearnedRun(program)
+    request = RecordedRequest(URL, "m", [{"role": "user", "content": "Go."}])
+    learned.complete(learned.begin("writer", request), "half \ud83d")
+    learned.finish()
+    remembered_runs.save(tmp_path, "half", program)
+    assert "not remembered" in caplog.text and files(tmp_path) == []
+    for name in ("/tmp", "a/../..", "x" * 5000, "\ud83d", ""):
+        remembered_runs.save(tmp_path, name, Program())
+    assert len(files(tmp_path)) == 4
+
+
+def test_no_key_of_an_mcp_server_is_kept(tmp_path: Path) -> None:
+    program = Program()
+    learned = LearnedRun(program)
+    tool = {"type": "mcp", "server_label": "s", "authorization": KEY, "headers": {"k": KEY}}
+    plain = {"type": "function", "name": "look"}
+    request = RecordedRequest(URL, "m", [], {"tools": [tool, plain]}, is_response=True)
+    learned.complete(learned.begin("writer", request), "Yes.")
+    learned.finish()
+    remembered_runs.save(tmp_path, "trip", program)
+    (path,) = files(tmp_path)
+    assert KEY not in path.read_text()
+    restored = Program()
+    remembered_runs.load(tmp_path, "trip", restored)
+    (call,) = restored.recorded.values()
+    assert call.request.fields["tools"] == [{"type": "mcp", "server_label": "s"}, plain]
 
 
 def test_files_and_their_sizes_are_limited(

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter
 
@@ -166,8 +166,8 @@ def _store(name: str, program: Program) -> _StoredProgram:
 def _without_keys(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return fields without the keys of MCP servers, which no prompt shows."""
     keys = ("authorization", "headers")
-    tools: Sequence[Any] = fields.get("tools") or ()
-    if not any(isinstance(tool, Mapping) and tool.get("type") == "mcp" for tool in tools):
+    tools = cast("Sequence[Mapping[str, Any]]", fields.get("tools") or ())
+    if not any(tool.get("type") == "mcp" for tool in tools):
         return fields
     return {
         **fields,

@@ -11,30 +11,21 @@ async function post(path: string, body: object): Promise<any> {
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
 }
-async function ask(messages: any[], headers: Record<string, string> = {}, more: object = {}) {
-  const body = { model: "default", messages, max_tokens: 200, temperature: 0, ...more };
+async function ask(messages: any[], headers: Record<string, string> = {}) {
+  const body = { model: "default", messages, max_tokens: 200, temperature: 0 };
   const answer: any = await openai.chat.completions.create(body, { headers });
   return { message: answer.choices[0].message, usage: answer.usage };
 }
-const user = (content: string) => ({ role: "user", content });
-const review = (plan: string) => [user(`Check the plan of a trip to Nepal.\n${plan}\nIs it safe?`)];
+const user = (content: string) => [{ role: "user", content }];
+const review = (plan: string) => user(`Check the plan of a trip to Nepal.\n${plan}\nIs it safe?`);
 
 // The prompt up to the plan goes into a prompt stream, which then follows the writer's call.
 const [before, after] = (await post("/render", { messages: review("<plan>") })).text.split("<plan>");
 const { id } = await post("/prompt_streams", { text: before, add_special_tokens: false });
 const call = crypto.randomUUID();
 await post(`/prompt_streams/${id}/append`, { seq: 0, call });
-const plan = (await ask([user("Plan a trip.")], { "X-Request-Id-FlashMoA": call })).message.content;
+const plan = (await ask(user("Plan a trip."), { "X-Request-Id-FlashMoA": call })).message.content;
 const rest = { seq: 1, start: [...before].length, text: plan + after, end: true };
 await post(`/prompt_streams/${id}/append`, rest);
 const linked = await ask(review(plan), { "X-Request-Id-FlashMoA-Stream": id });
 console.log(`stream: ${linked.usage.prompt_stream.status}`);
-
-// While an agent's tools run, the engine holds its next prompt. The program does nothing for it.
-const tools = [{ type: "function", function: { name: "weather" } }];
-const messages: any[] = review(plan);
-const { message } = await ask(messages, {}, { tools });
-await new Promise((ended) => setTimeout(ended, 2000)); // The tools run.
-messages.push(message, ...(message.tool_calls ?? []).map((made: any) =>
-  ({ role: "tool", tool_call_id: made.id, content: "It rains." })));
-console.log(`after tools: ${JSON.stringify((await ask(messages, {}, { tools })).usage)}`);

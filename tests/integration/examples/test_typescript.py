@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import anyio
 import pytest
 
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngine
 from tests.conftest import ROOT
-from tests.integration.support import start_special_engine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
-CALL = r"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +39,3 @@ async def run(program: list[str], engine: LocalEngine) -> dict[str, str]:
 
 async def test_a_pair_is_linked(program: list[str], engine: LocalEngine) -> None:
     assert (await run(program, engine))["stream"] == "hit"
-
-
-async def test_a_prompt_is_found_after_tools(
-    program: list[str], engines: LocalEngines, model: Path
-) -> None:
-    async with start_special_engine(
-        engines, model, "--enable-cache-report", "--tool-call-parser", "glm",
-        "--preferred-sampling-params", json.dumps({"regex": CALL}),
-    ) as calling:  # fmt: skip
-        usage = json.loads((await run(program, calling))["after tools"])
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    # All but the tool's result and what the template puts around it.
-    assert usage["prompt_tokens"] - cached < 64

@@ -64,7 +64,7 @@ async def unhandled_errors() -> AsyncGenerator[list[Exception]]:
 
 @pytest.fixture(autouse=True)
 def no_unhandled_errors(unhandled_errors: list[Exception]) -> Generator[None]:
-    """Fail a test in which an error occurs that nothing awaits."""
+    """Fail a test if an error occurs that no code awaits."""
     yield
     _raise(unhandled_errors)
 

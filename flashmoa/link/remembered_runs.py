@@ -109,7 +109,7 @@ def load(folder: Path, name: str, program: Program) -> None:
 
 
 def save(folder: Path, name: str, program: Program) -> None:
-    """Keep what a program has learned, in place of what was kept before.
+    """Write what a program has learned, in place of its earlier file.
 
     A failure is logged: the run itself has ended well.
     """
@@ -132,7 +132,7 @@ def save(folder: Path, name: str, program: Program) -> None:
 
 
 def _delete_oldest(folder: Path) -> None:
-    """Delete files of programs that ran long ago, and those that a killed process has left."""
+    """Delete files of programs that ran long ago, and files that a killed process has left."""
     with suppress(FileNotFoundError):  # Another process deletes them, too.
         files = sorted(folder.glob(f"[!.]*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
         unfinished = [*folder.glob(f".*{_SUFFIX}")]

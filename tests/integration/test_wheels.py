@@ -15,7 +15,7 @@ import flashmoa
 from tests.conftest import GUIDE, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-# Each names the extra that installs what it lacks.
+# The extra that installs the packages of each module.
 OPTIONAL = {
     "flashmoa.adk": "adk",
     "flashmoa.agent_framework": "agent-framework",
@@ -84,7 +84,7 @@ def test_wheels_have_one_version(wheels: Path) -> None:
 
 
 def test_a_client_is_installed_alone(wheels: Path, tmp_path: Path) -> None:
-    """What it lacks, it says with the command that installs it."""
+    """Its error names the command that installs a missing package."""
     python = make_environment(tmp_path / "client")
     succeed(python, "-m", "pip", "install", "--quiet", "--find-links", wheels, "flashmoa")
     succeed(python, "-c", "from flashmoa import EngineClient, Workflow")

@@ -4,7 +4,7 @@ Each way's answer to an open question is compared with the baseline's in both or
 prefer a place. The judge first answers itself. A verdict "much better" counts three times. Nothing
 is downloaded; give a file with a JSON object in each line, whose question is ``prompt``
 (Arena-Hard 2), ``turns`` (Arena-Hard 0.1) or ``instruction`` (AlpacaEval). The judge's own taste is
-in every figure: take a model that is stronger than all agents, and none of them.
+in every figure: take a model that is stronger than all agents, and that is no agent.
 """
 
 from __future__ import annotations

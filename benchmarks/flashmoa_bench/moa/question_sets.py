@@ -195,7 +195,7 @@ def _make_verifier(name: str, given: Row, prompt: str) -> Any:
     if name not in known:
         raise ValueError(f"no verifier knows its constraint {name!r}")
     verifier: Any = known[name](name)
-    # Rows have all constraints' arguments; those of other constraints are null.
+    # Rows have all constraints' arguments; the arguments of other constraints are null.
     verifier.build_description(**{key: one for key, one in given.items() if one is not None})
     if "prompt" in (verifier.get_instruction_args() or {}):
         verifier.build_description(prompt=prompt)

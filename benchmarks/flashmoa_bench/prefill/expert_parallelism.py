@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from flashmoa_bench.modelled_gpu.gpu import Model
 
-# With AsyncEP, a GPU has the first layer's experts and those of two layers in slots.
+# With AsyncEP, a GPU has the experts of the first layer, and slots for two layers.
 _LAYERS_AT_HAND = 3
 
 

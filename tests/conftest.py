@@ -20,6 +20,7 @@ from flashmoa.engine.local import (
 )
 from tests.event_loop import no_unhandled_errors, unhandled_errors  # noqa: F401
 from tests.integration.engine_costs import remember_costs
+from tests.integration.support import FIRST_CORE, SECOND_CORE
 
 # These run in an environment of their own; see tests/integration/openai/test_frameworks.py.
 collect_ignore = ["frameworks"]
@@ -51,7 +52,7 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
     """An engine with the plugin; a leak that its own memory check finds is a crash."""
     started = await engines.start(
         model,
-        core=0,
+        core=FIRST_CORE,
         arguments=[
             "--max-total-tokens", str(POOL), "--enable-cache-report",
             # Tests check that no stream is left. test_tool_gaps.py has an engine that holds.
@@ -72,7 +73,7 @@ async def downstream(engines: LocalEngines, model: Path) -> LocalEngine:
     """A second engine with the plugin, on the other core."""
     started = await engines.start(
         model,
-        core=1,
+        core=SECOND_CORE,
         arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )
@@ -85,7 +86,7 @@ async def plain_engine(engines: LocalEngines, model: Path) -> LocalEngine:
     """A stock SGLang server: the CPU platform, but no plugin."""
     return await engines.start(
         model,
-        core=1,
+        core=SECOND_CORE,
         arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_PLUGINS": "none"},
     )

@@ -7,6 +7,7 @@ the GPU's tables, so that what they decide does not depend on what else this mac
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -72,5 +73,8 @@ def _from_tables(gpu: str, model: str) -> Path:
     costs = Costs(points, mixed[0][2], mixed)
     file = _FOLDER / f"{gpu}-{model.replace('/', '-')}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"costs": asdict(costs)}))
+    # Parallel test processes write the same file.
+    written = file.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({"costs": asdict(costs)}))
+    written.replace(file)
     return file

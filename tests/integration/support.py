@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from tests.integration.engine_costs import known_costs, remember_costs
 
+# Cores of two engines. Parallel test processes start their first engines on different cores.
+FIRST_CORE, SECOND_CORE = (1, 0) if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else (0, 1)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 # A model with experts in all of its five layers.
 EXPERTS = replace(SHAPES["moe"], layers=5)
@@ -78,7 +81,7 @@ async def start_special_engine(
         variables |= known_costs(model, arguments, variables)
     engine = await engines.start(
         model,
-        core=1,
+        core=SECOND_CORE,
         arguments=["--max-total-tokens", str(pool), *arguments],
         environment=variables,
     )
@@ -138,7 +141,7 @@ async def fetch_kv_state(client: EngineClient) -> KvState:
 
 async def wait_until_idle(client: EngineClient, streams: int = 0) -> KvState:
     """Wait until nothing runs, and all KV is free or evictable; return the state of the KV."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         while True:
             info = await client.info()
             state = info.kv[0]

@@ -40,11 +40,11 @@ WEATHER = {"name": "weather", "description": "Tells the weather."}
 
 @pytest.fixture(scope="module")
 async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """An engine that holds prompts over tool calls, for 10 seconds each."""
+    """An engine that holds prompts over tool calls, for 30 seconds each."""
     async with start_special_engine(
         engines,
         model,
-        "--enable-cache-report", "--tool-call-parser", "glm", "--flashmoa-hold-tool-calls", "10",
+        "--enable-cache-report", "--tool-call-parser", "glm", "--flashmoa-hold-tool-calls", "30",
         "--constrained-json-disable-any-whitespace", "--served-model-name", "m",
         "--preferred-sampling-params", json.dumps({"regex": CALL}),
         pool=POOL,
@@ -240,7 +240,7 @@ async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
     (answer,) = await post(http, "/v1/chat/completions", body)
     assert answer["usage"]["prompt_stream"]["status"] == "hit"
     (other,) = await post(http, "/prompt_streams", {"text": words(POOL - 500, 10)})
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while other["prefilled_tokens"] < other["received_tokens"]:
             other = (await http.get(f"/prompt_streams/{other['id']}")).json()
     await http.delete(f"/prompt_streams/{other['id']}")
@@ -256,14 +256,14 @@ async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
     await client.prefill_only(text=words(POOL - 200, 5))
     assert (await fetch_kv_state(client)).gave_way > before
     assert (await client.info()).prompt_streams == 1
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while (await fetch_kv_state(client)).protected < 500:  # noqa: ASYNC110
             await anyio.sleep(0.01)  # Once the room is there again, so is the prompt.
     await ask_chat(http, prompt, {}, turn)
     assert prefilled(engine) < 30
     await ask_chat(http, words(500, 6), {}, [])
     await wait_until_held(client)
-    assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 10 s.
+    assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 30 s.
 
 
 async def test_a_request_of_another_tenant_does_not_use_what_is_held(
@@ -333,6 +333,6 @@ async def test_a_prewarmed_prompt_is_kept_for_its_time(
 
 
 async def wait_until_held(client: EngineClient) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
             await anyio.sleep(0.01)

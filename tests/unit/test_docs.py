@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "docs" / "results" / "README.md",
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "server_patches/README.md")),
 ]
 # `flashmoa/link/prompt.py`, `http/streams.py`, `tests/unit/`

@@ -205,11 +205,16 @@ class StreamState(_EngineAnswer):
 
 
 class Span(_EngineAnswer):
-    """One prefill of a prompt stream, with its times in Unix seconds."""
+    """One prefill of a prompt stream, with its times in Unix seconds.
+
+    ``delay_seconds`` estimates how much later answers that the engine was writing got their next
+    tokens; ``None`` if the engine does not say.
+    """
 
     start: float
     end: float
     tokens: int
+    delay_seconds: float | None = None
 
 
 class StreamUse(_EngineAnswer):

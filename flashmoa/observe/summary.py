@@ -50,6 +50,8 @@ class Overlap:
             request waits for a prefill of its stream that has just begun.)
         unlinked: estimate of ``left`` without the link, by the engine's measured costs; ``None``
             if these or ``left`` are missing.
+        delay: estimate of how much later other answers of the engine got their next tokens, added
+            up over the stream's prefills; ``None`` if the engine does not say.
     """
 
     ahead: float
@@ -57,6 +59,7 @@ class Overlap:
     ahead_tokens: int
     left_tokens: int
     unlinked: float | None = None
+    delay: float | None = None
 
 
 def overlaps(calls: Sequence[Call]) -> dict[str, Overlap]:
@@ -82,7 +85,14 @@ def _compute_overlap(call: Call) -> Overlap | None:
         ahead_tokens=ahead_tokens,
         left_tokens=streamed - ahead_tokens + (usage.late_tokens or 0),
         unlinked=unlinked,
+        delay=_total([span.delay_seconds for span in stream.prefills]),
     )
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    """Return the sum; ``None`` if a value is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _count_tokens_after(prefills: Sequence[Span], sent: float) -> int:
@@ -118,7 +128,7 @@ class Summary:
             the answer has no usage.
         no_gain: number of linked calls whose streams had computed nothing.
         overlap: sum of the calls' overlaps. ``left`` adds up the known values; ``unlinked`` is
-            ``None`` unless it is known for each call with a known ``left``.
+            ``None`` unless it is known for each call with a known ``left``, and so is ``delay``.
     """
 
     end_to_end: float
@@ -151,10 +161,11 @@ class Summary:
         text += f"; their first tokens came {seconds(overlap.left)} after their requests, added up"
         if overlap.unlinked is None:
             return text
-        return (
-            f"{text}, instead of about {seconds(overlap.unlinked)}, by the engine's measured "
-            "costs; not counted: what that took from answers being written"
-        )
+        text += f", instead of about {seconds(overlap.unlinked)}, by the engine's measured costs"
+        if overlap.delay is None:
+            return text
+        held_up = seconds(overlap.delay)
+        return f"{text}; prefilling ahead delayed answers that were being written by {held_up}"
 
 
 def summary(calls: Sequence[Call]) -> Summary:
@@ -180,6 +191,7 @@ def summary(calls: Sequence[Call]) -> Summary:
             ahead_tokens=sum(hit.ahead_tokens for hit in hits),
             left_tokens=sum(hit.left_tokens for hit in hits),
             unlinked=sum(unlinked) if unlinked and len(unlinked) == len(left) else None,
+            delay=_total([hit.delay for hit in hits]),
         ),
         untold=untold,
     )

@@ -107,11 +107,12 @@ class StreamProgress:
 
     Attributes:
         increments: for each, the stream's id, the number of its tokens that have KV now, the number
-            of tokens that the increment computed, and the seconds from its batch to its result.
+            of tokens that the increment computed, the seconds from its batch to its result, and by
+            how many seconds it lengthened decoding (see ``RequestState.delay``).
         waiting: streams that begin (``True``) or cease to wait for room in the KV pool.
     """
 
-    increments: tuple[tuple[str, int, int, float], ...] = ()
+    increments: tuple[tuple[str, int, int, float, float], ...] = ()
     waiting: tuple[tuple[str, bool], ...] = ()
 
 

@@ -116,7 +116,7 @@ class Handover:
 
     def _note(self, progress: StreamProgress) -> None:
         now = time.time()
-        for id_, prefilled, computed, seconds in progress.increments:
+        for id_, prefilled, computed, seconds, delay in progress.increments:
             stream = self._streams.get(id_)
             if stream is None:
                 continue
@@ -125,7 +125,7 @@ class Handover:
             stream.computed = min(stream.computed + computed, prefilled)
             if computed:
                 stream.increments += 1
-                stream.spans.append(Span(now - seconds, now, computed))
+                stream.spans.append(Span(now - seconds, now, computed, delay))
                 metrics.count("stream_increments")
                 metrics.count("stream_tokens_prefilled", computed)
         for id_, waits in progress.waiting:

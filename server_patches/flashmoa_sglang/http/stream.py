@@ -71,11 +71,15 @@ Ending = Literal["used", "deleted", "expired", "drained"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One increment: when it was computed (Unix seconds, with waiting), and how many tokens."""
+    """One increment: when it was computed (Unix seconds, with waiting), and how many tokens.
+
+    ``delay_seconds`` estimates how much later the engine's answers got their next tokens for it.
+    """
 
     start: float
     end: float
     tokens: int
+    delay_seconds: float
 
 
 class CallText(NamedTuple):

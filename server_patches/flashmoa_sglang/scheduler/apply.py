@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang.scheduler.admission import deferred, make_room, room_for_streams
 from flashmoa_sglang.scheduler.pins import can_pin
 from flashmoa_sglang.scheduler.plan import Step, plan
-from flashmoa_sglang.scheduler.request import is_increment, is_shareable
+from flashmoa_sglang.scheduler.request import is_increment, is_shareable, state_of
 from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
 from flashmoa_sglang.scheduler.view import IDLE_STEP_SECONDS, read
@@ -67,7 +67,7 @@ def next_prefill_batch(
                 result = original(scheduler, *args, **kwargs)
                 batch, running = RELEASE.split_batches(scheduler, result)
                 if batch is not None:
-                    _settle(scheduler, batch, step)
+                    _settle(scheduler, batch, step, view.decodes or view.elsewhere)
             return result
     finally:
         state.shared = None
@@ -144,18 +144,24 @@ def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
     return state.streams.make(min(limits), room, most, before=step.before)
 
 
-def _settle(scheduler: Any, batch: Any, step: Step) -> None:
+def _settle(scheduler: Any, batch: Any, step: Step, decodes: int) -> None:
     """Count the tokens of the built batch, and note whose KV the next step publishes."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
     if step.only_streams and not step.mixed:
         state.steps_without_streams = 0
+    increments = [
+        (req, RELEASE.computed_until(req) - RELEASE.cached_tokens(req))
+        for req in batch.reqs
+        if is_increment(req)
+    ]
+    tokens = sum(prefilled for _, prefilled in increments)
     if step.mixed:
-        state.rode_along += sum(
-            RELEASE.computed_until(req) - RELEASE.cached_tokens(req)
-            for req in batch.reqs
-            if is_increment(req)
-        )
+        state.rode_along += tokens
+    if tokens and decodes:
+        added = state.costs.added(decodes, tokens) if step.mixed else state.costs.prefill(tokens)
+        for req, prefilled in increments:
+            state_of(req).delay = added * prefilled / tokens
     if state.shared is not None:
         state.duplicates_avoided += state.shared.avoided
     if scheduler.enable_overlap and not state.late_kv and can_pin(scheduler):

@@ -21,6 +21,8 @@ class RequestState:
         first_wait: length of the cached prefix when the request first waited for another one to
             compute tokens that both need.
         last_wait: length of the cached prefix at its last such wait.
+        delay: estimated seconds by which an increment made requests that decode wait for their next
+            tokens.
     """
 
     mark: RequestMark | None = None
@@ -29,6 +31,7 @@ class RequestState:
     unshared: int | None = None
     first_wait: int | None = None
     last_wait: int | None = None
+    delay: float = 0.0
 
     @property
     def stream(self) -> str | None:

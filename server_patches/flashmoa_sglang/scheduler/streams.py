@@ -132,7 +132,7 @@ class SchedulerStreams:
         self._returning: dict[str, Returning] = {}
         self._numbers = count()
         self._make: Callable[[Any], Any] | None = None
-        self._progress: list[tuple[str, int, int, float]] = []
+        self._progress: list[tuple[str, int, int, float, float]] = []
         # The streams without room for their tokens, now and as last reported.
         self._waiting: set[str] = set()
         self._reported_waiting: set[str] = set()
@@ -290,7 +290,7 @@ class SchedulerStreams:
             if stream is not None and stream.prefilled:
                 stream.prefilled, stream.gave_way = 0, id_ is not None
                 self._changed[stream.id] = stream
-                self._progress.append((stream.id, 0, 0, 0.0))
+                self._progress.append((stream.id, 0, 0, 0.0, 0.0))
 
     def has_lost(self, id_: str | None) -> bool:
         """Return whether a stream's KV gave way, and none has been pinned since."""
@@ -403,7 +403,7 @@ class SchedulerStreams:
         self._pins.replace(stream.id, pin)
         stream.prefilled = tokens
         self._changed[stream.id] = stream
-        self._progress.append((stream.id, tokens, 0, 0.0))
+        self._progress.append((stream.id, tokens, 0, 0.0, 0.0))
         return added
 
     def _make_increment(self, stream: SchedulerStream, end: int) -> Any:
@@ -453,7 +453,8 @@ class SchedulerStreams:
         assert id_ is not None
         if (stream := self._open.get(id_)) is not None:
             tokens = min(len(req.origin_input_ids), stream.prefilled)
-            self._progress.append((id_, tokens, max(0, tokens - req.cached_tokens), seconds))
+            computed = max(0, tokens - req.cached_tokens)
+            self._progress.append((id_, tokens, computed, seconds, state_of(req).delay))
 
     def _stream_of(self, req: Any) -> SchedulerStream | None:
         stream = self._open.get(state_of(req).increment_of or "")

@@ -163,8 +163,19 @@ def test_the_wait_is_compared_with_the_estimate() -> None:
     assert whole.overlap.unlinked == 5.5
     assert str(whole).endswith(
         "came 1.50 s after their requests, added up, instead of about 5.50 s, by the "
-        "engine's measured costs; not counted: what that took from answers being written"
+        "engine's measured costs; prefilling ahead delayed answers that were being written by 0 ms"
     )
+    delays = [Span(start=0, end=1, tokens=1, delay_seconds=delay) for delay in (0.5, 0.25)]
+    first, second = (
+        [*call(name, 2, 2.5, 3, use.model_copy(update={"prefills": delays}))] for name in "AB"
+    )
+    assert str(summary(calls([*first, *second]))).endswith(
+        "costs; prefilling ahead delayed answers that were being written by 1.50 s"
+    )
+    untold = call(
+        "C", 2, 2.5, 3, use.model_copy(update={"prefills": [Span(start=0, end=1, tokens=1)]})
+    )
+    assert str(summary(calls([*first, *untold]))).endswith("by the engine's measured costs")
     unknown = call("C", 3, 4, 5, StreamUse(id="s", status="hit"))
     assert summary(calls([*events, *unknown])).overlap.unlinked is None
 

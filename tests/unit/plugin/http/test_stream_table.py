@@ -475,22 +475,25 @@ async def test_progress_is_noted_in_states(engine: FakeEngine, table: StreamTabl
     first, second = open_stream(table), open_stream(table, ids=range(50))
     await handed_over(engine, first, second)
     assert first.state()["prefilling"]
-    increments = ((first.id, 64, 64, 0.5), ("unknown", 9, 9, 0.1), (second.id, 40, 0, 0.0))
+    increments = (
+        (first.id, 64, 64, 0.5, 0.02), ("unknown", 9, 9, 0.1, 0.0), (second.id, 40, 0, 0.0, 0.0)
+    )  # fmt: skip
     engine.reports_progress(StreamProgress(increments, ((second.id, True),)))
     assert second.state()["waits_for_room"] and not first.state()["waits_for_room"]
-    engine.reports_progress(StreamProgress(((first.id, 100, 30, 0.25),)))
+    engine.reports_progress(StreamProgress(((first.id, 100, 30, 0.25, 0.0),)))
     assert second.state()["waits_for_room"]
     # Tokens that other requests have computed are no increment.
     assert (second.prefilled, second.computed, second.increments) == (40, 0, 0)
     assert (first.prefilled, first.computed, first.increments) == (100, 94, 2)
-    assert [span.tokens for span in first.spans] == [64, 30] and not second.spans
+    assert [(span.tokens, span.delay_seconds) for span in first.spans] == [(64, 0.02), (30, 0.0)]
+    assert not second.spans
     assert first.spans[0].end - first.spans[0].start == pytest.approx(0.5)
     assert not first.state()["prefilling"]
     # Its KV is evicted, and computed once more.
-    engine.reports_progress(StreamProgress(((first.id, 0, 0, 0.0),), ((second.id, False),)))
+    engine.reports_progress(StreamProgress(((first.id, 0, 0, 0.0, 0.0),), ((second.id, False),)))
     assert first.state()["prefilling"] and (first.prefilled, first.computed) == (0, 0)
     assert not second.state()["waits_for_room"]
-    engine.reports_progress(StreamProgress(((first.id, 100, 100, 0.5),)))
+    engine.reports_progress(StreamProgress(((first.id, 100, 100, 0.5, 0.0),)))
     assert (first.prefilled, first.computed, first.increments) == (100, 100, 3)
 
 

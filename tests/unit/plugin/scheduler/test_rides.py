@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.scheduler.request import is_increment
+from flashmoa_sglang.scheduler.request import is_increment, state_of
 from flashmoa_sglang.sglang.options import Options
 
 from tests.unit.plugin.scheduler.fakes import COSTS, Build, engine, request, step
@@ -35,6 +35,18 @@ def test_streams_ride_before_waiting_requests(*, full: bool) -> None:
     assert busy.waiting_queue == [*waiting, newcomer] and busy.running.batch_is_full == full
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
     assert busy.flashmoa.rode_along == 62 and not busy.flashmoa.only_streams
+
+
+def test_increments_know_how_long_decodes_wait_for_them() -> None:
+    def delays(decoding: int, joins: Any, **streams: int) -> list[float]:
+        batch = Build(takes=joins)
+        step(engine(decoding=decoding, **streams), batch)
+        return [state_of(req).delay for req in batch.queues[0] if is_increment(req)]
+
+    assert delays(2, is_increment, a=40, b=22) == pytest.approx(
+        [COSTS.added(2, 62) * part / 62 for part in (40, 22)]
+    )
+    assert delays(0, is_increment, a=40) == [0.0]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_increments_send_only_progress(scheduler: FakeScheduler, streamer: Strea
     scheduler.streams.settle(increment)
     chat = request(20, 5)
     assert streamer.send(chat, increment, logprob=True) == [([chat], True, "detokenizer")]
-    assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0),))]
+    assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0, 0.0),))]
     assert not scheduler.streams.can_prefill_more()
     assert streamer.send(increment) == []
 

@@ -132,7 +132,7 @@ class Ranks(Machine):
         sent = [[m for m in rank.sent if isinstance(m, StreamProgress)] for rank in self.ranks]
         assert sent[0] == sent[1]
         for message in sent[0]:
-            for id_, tokens, computed, seconds in message.increments:
+            for id_, tokens, computed, seconds, _ in message.increments:
                 if tokens and not seconds:
                     assert not computed and tokens == self.pages(tokens + self.beyond)
                     self.known[id_].prefilled = tokens

@@ -72,14 +72,14 @@ def test_taken_back_tokens_do_not_count(scheduler: FakeScheduler) -> None:
     scheduler.streams.settle(first)
     tell(scheduler, "a", range(200, 230), kept=60)
     scheduler.streams.finish(first, 0.5)
-    assert reports(scheduler) == [(("a", 60, 60, 0.5),)]
+    assert reports(scheduler) == [(("a", 60, 60, 0.5, 0.0),)]
     second = make_increments(scheduler)["a"]
     assert second.origin_input_ids == [*range(60), *range(200, 230)]
     # Tokens are taken back while their increment runs. Its other tokens count.
     tell(scheduler, "a", range(300, 310), kept=70)
     assert make_increments(scheduler) == {}
     scheduler.streams.finish(second, 0.5)
-    assert reports(scheduler)[1:] == [(("a", 70, 70, 0.5),)]
+    assert reports(scheduler)[1:] == [(("a", 70, 70, 0.5, 0.0),)]
     third = make_increments(scheduler)["a"]
     assert third.origin_input_ids == [*range(60), *range(200, 210), *range(300, 310)]
 
@@ -118,7 +118,7 @@ def test_lost_kv_is_reported_once(scheduler: FakeScheduler) -> None:
     for _ in range(3):
         found = reports(scheduler)
         scheduler.streams.lose("a")
-    assert found == [(("a", 100, 100, 0.5),), (("a", 0, 0, 0.0),)]
+    assert found == [(("a", 100, 100, 0.5, 0.0),), (("a", 0, 0, 0.0, 0.0),)]
 
 
 def test_missing_room_is_reported_once(
@@ -146,7 +146,7 @@ def test_each_increment_is_reported_once(scheduler: FakeScheduler) -> None:
     assert reports(scheduler) == []
     scheduler.streams.finish(increment, 0.5)
     for _ in range(2):
-        assert reports(scheduler) == [(("a", 100, 70, 0.5),)]
+        assert reports(scheduler) == [(("a", 100, 70, 0.5, 0.0),)]
 
 
 # Tokens in the radix tree that other requests have computed.
@@ -158,7 +158,7 @@ def test_cached_tokens_are_pinned(scheduler: FakeScheduler) -> None:
     # 80 tokens are cached, so that 20 new tokens are enough.
     assert len(make_increments(scheduler, tokens=20)["a"].origin_input_ids) == 100
     assert scheduler.tree_cache.locks == 1 and "a" in scheduler.flashmoa.pins
-    assert reports(scheduler)[-1] == (("a", 80, 0, 0.0),)
+    assert reports(scheduler)[-1] == (("a", 80, 0, 0.0, 0.0),)
 
 
 def test_replacing_streams_are_matched(scheduler: FakeScheduler) -> None:
@@ -189,7 +189,7 @@ def test_complete_pins_are_not_matched(scheduler: FakeScheduler, children: dict[
     scheduler.tree_cache.cached = [[*range(200)]]
     tell(scheduler, "a", range(100, 300))
     make_increments(scheduler)
-    assert ((("a", 200, 0, 0.0),) in reports(scheduler)) == bool(children)
+    assert ((("a", 200, 0, 0.0, 0.0),) in reports(scheduler)) == bool(children)
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_a_new_streams_cache_is_pinned_once(busy: FakeScheduler) -> None:
     busy.open_stream("a", 400, grows=False)
     for _ in range(2):
         assert pinned(busy) == "a" and busy.tree_cache.locks == 1
-        assert reported(busy) == [(("a", 300, 0, 0.0),)]
+        assert reported(busy) == [(("a", 300, 0, 0.0, 0.0),)]
         assert busy.streams.leading_tokens(None)[0] == 100
     busy.flashmoa.pins.give_way()
     assert pinned(busy) == "" and busy.streams.leading_tokens(None)[0] == 400

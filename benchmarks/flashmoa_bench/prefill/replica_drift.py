@@ -106,7 +106,7 @@ class Simulation:
         self._route()
 
     def _route(self) -> None:
-        while self._queue and (placed := self._policy.route(self._queue)):
+        while self._policy.takes_requests() and (placed := self._policy.route(self._queue)):
             for request in self._queue:
                 if (name := placed.get(request.request)) is not None:
                     self._waiting[name].append((request, None))

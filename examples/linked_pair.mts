@@ -11,8 +11,8 @@ async function post(path: string, body: object): Promise<any> {
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
 }
-async function ask(messages: any[], headers: Record<string, string> = {}) {
-  const body = { model: "default", messages, max_tokens: 200, temperature: 0 };
+async function ask(messages: any[], headers: Record<string, string> = {}, more: object = {}) {
+  const body = { model: "default", messages, max_tokens: 200, temperature: 0, ...more };
   const answer: any = await openai.chat.completions.create(body, { headers });
   return { message: answer.choices[0].message, usage: answer.usage };
 }
@@ -29,3 +29,12 @@ const rest = { seq: 1, start: [...before].length, text: plan + after, end: true 
 await post(`/prompt_streams/${id}/append`, rest);
 const linked = await ask(review(plan), { "X-Request-Id-FlashMoA-Stream": id });
 console.log(`stream: ${linked.usage.prompt_stream.status}`);
+
+// While a tool runs, the engine prefills the next prompt up to the tool's result.
+const tools = { tools: [{ type: "function", function: { name: "weather" } }], parallel_tool_calls: false };
+const talk: any[] = user("How is the weather?");
+const { message, usage } = await ask(talk, {}, { ...tools, tool_choice: "required" });
+await new Promise((ended) => setTimeout(ended, 2000)); // The tool runs.
+talk.push(message, { role: "tool", tool_call_id: message.tool_calls[0].id, content: "It rains." });
+const { prompt_tokens, prompt_tokens_details: details } = (await ask(talk, {}, tools)).usage;
+console.log(`tool: ${details?.cached_tokens} of ${prompt_tokens} cached, ${usage.prompt_tokens} before`);

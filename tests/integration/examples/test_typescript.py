@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import anyio
 import pytest
 
-from flashmoa.engine.local import LocalEngine
+from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.conftest import ROOT
+from tests.integration.support import start_special_engine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -31,11 +35,27 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(binaries / "node"), str(folder / "linked_pair.mts")]
 
 
+@pytest.fixture(scope="module")
+async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+    """An engine that holds prompts over tool calls, as by default."""
+    async with start_special_engine(
+        engines,
+        model,
+        "--enable-cache-report", "--tool-call-parser", "glm",
+        "--constrained-json-disable-any-whitespace",
+    ) as engine:  # fmt: skip
+        yield engine
+
+
 async def run(program: list[str], engine: LocalEngine) -> dict[str, str]:
     ended = await anyio.run_process([*program, engine.url], check=False)
     assert ended.returncode == 0, ended.stderr.decode()
     return dict(line.split(": ", 1) for line in ended.stdout.decode().splitlines())
 
 
-async def test_a_pair_is_linked(program: list[str], engine: LocalEngine) -> None:
-    assert (await run(program, engine))["stream"] == "hit"
+async def test_a_pair_is_linked_and_a_prompt_held(program: list[str], engine: LocalEngine) -> None:
+    said = await run(program, engine)
+    assert said["stream"] == "hit"
+    # The prompt holds the rendered call, too, though the model wrote it in another form.
+    cached, whole, first = map(int, re.findall(r"\d+", said["tool"]))
+    assert first + 15 < cached < whole <= cached + 30

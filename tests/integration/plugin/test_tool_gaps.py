@@ -182,6 +182,43 @@ async def test_the_next_prompt_of_any_client_is_held_and_found(
     assert (await wait_until_idle(client)).pinned_streams == 0
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+# Fields that OpenAI's client for JavaScript sends back with a message.
+NOTHING = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+async def test_a_forced_call_that_is_sent_back_in_any_form_finds_its_prompt(
+    engine: LocalEngine, http: httpx.AsyncClient, client: EngineClient, words: Words, choice: Any
+) -> None:
+    """The model writes JSON then, which is not what the chat template renders."""
+    for seed, is_whole in enumerate((True, False), 40):
+        await client.flush_cache()
+        messages: list[Body] = [{"role": "user", "content": words(500, seed)}]
+        body = {
+            "messages": messages,
+            "tools": [{"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}],
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+        }
+        path = "/v1/chat/completions"
+        (first,) = await post(http, path, {**body, "max_tokens": 100})
+        message = first["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        if is_whole:
+            message |= {**NOTHING, "content": None}
+        else:
+            arguments = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
+            call = {"id": call["id"], "type": "function", "function": dict(call["function"])}
+            call["function"]["arguments"] = arguments
+            message = {"role": "assistant", "tool_calls": [call]}
+        await wait_until_held(client)
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "It rains."}]
+        await post(http, path, {**body, "max_tokens": 8})
+        assert prefilled(engine) <= 30
+        assert (await client.info()).prompt_streams == 0
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_prompt_of_token_ids_is_held_with_its_answer(
     http: httpx.AsyncClient, client: EngineClient, words: Words, stream: bool

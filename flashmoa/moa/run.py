@@ -94,6 +94,9 @@ class System:
         self.quorums = quorums
         self.steps = steps
         self.early_exit = early_exit
+        # The number of the first layers whose agents answer the question. The members of a council
+        # review answers in the layer after.
+        self.answering_layers = len(layers) - 1
         self.limits = settings.get("limits") or Limits()
         self.fallback = settings.get("fallback") or Fallback()
         self.ahead: Ahead = settings.get("ahead", "text")
@@ -119,6 +122,10 @@ class System:
         models = [model for layer in self.models(sampling)[1:] for model in layer]
         names = (name for model in models for name in needs_one_request(model.sampling))
         return list(dict.fromkeys(names))
+
+    def verdict(self, result: Result) -> Mapping[str, Any]:
+        """Return what the agents think of each other's answers, for JSON; only councils do."""
+        return {}
 
     def models(self, sampling: Sampling | None) -> list[Sequence[Model]]:
         """Return the models of every layer. The last aggregator gets the request's parameters."""
@@ -254,8 +261,10 @@ class SystemRun:
         if self._steps is not None:
             form, sources = prompt.on_staircase(place), self._chunked[layer, places]
             return GrowingPrompt(form, self._question, sources, self._steps)
-        keys = [(before, places) for before in range(1, layer + 1)]
-        rounds = [self._clusters[key].marks for key in keys if key in self._clusters]
+        rounds: list[list[tuple[str, ...]]] = []
+        for before in range(layer, 0, -1):
+            rounds.insert(0, self._clusters[before, places].marks)
+            places = self._system.reads[before - 1][places[0]]
         return prompt.for_reader(self._question, place, rounds)
 
     def _ask(
@@ -326,8 +335,8 @@ class SystemRun:
         """
         system, prompts = self._system, self._system.prompts
         prompt = prompts[layer - 1]
-        # A debater's prompt may have the answers of all earlier rounds.
-        rounds = prompts.count(prompt) if prompt.has_all_rounds else 1
+        # The prompt of a debater or a chairman may have the answers of all earlier rounds.
+        rounds = sum(one.has_all_rounds for one in prompts) if prompt.has_all_rounds else 1
         agents = enumerate(zip(self._models[layer], system.reads[layer], strict=True))
         readers = {place: model for place, (model, reads) in agents if reads == places}
         limits = [self._models[layer - 1][place].max_tokens for place in places] * rounds
@@ -339,7 +348,7 @@ class SystemRun:
         return None if room is None else room // rounds
 
     async def _answers(self) -> list[list[AgentAnswer]]:
-        """Wait for all layers but the last, and return their answers.
+        """Wait for all layers but the last, and return the answers to the question.
 
         Raises: UpstreamCancelled after :meth:`cancel`, unless all agents had finished before.
         """
@@ -351,7 +360,7 @@ class SystemRun:
             except Exception:
                 if self._cancelled.is_set():
                     raise
-        return self._records()[:-1]
+        return self._records()[: self._system.answering_layers]
 
     async def _ask_another(
         self, model: Model, answers: Sequence[AgentAnswer], written: str

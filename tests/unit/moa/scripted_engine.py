@@ -24,8 +24,8 @@ from tests.unit.engine.faulty_engine import (
 NOWHERE = "http://127.0.0.1:9"
 PROMPT = AggregationPrompt("question-first", "Weigh:")
 # The answer of a model: pieces of text, ("thought", text) for thought that the engine's parser has
-# separated, and ("end", how) for an odd end: "cut", "hang", "abort", or "no usage" after the finish
-# reason.
+# separated, and ("end", how) for an odd end:
+# "cut", "hang", "abort", or "no usage" after the finish reason.
 Script = Sequence[str | tuple[str, str]]
 
 
@@ -67,12 +67,17 @@ class ScriptedEngine:
                 elif body["model"] == "down":
                     await send(client, 503, {"error": {"message": "full", "code": "full"}})
                 else:
-                    await self._answer(client, self._scripts[body["model"]], body)
+                    await self._answer(client, self._script(body), body)
+
+    def _script(self, body: dict[str, Any]) -> Script:
+        """Return the script of a model; in a form with a name, ``MODEL FORM`` if there is one."""
+        form = (body.get("response_format") or {}).get("json_schema", {}).get("name")
+        return self._scripts.get(f"{body['model']} {form}") or self._scripts[body["model"]]
 
     async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:
         await start_events(client)
         limit, written = body.get("max_tokens") or len(script), 0
-        prompt = sum(len(message["content"].split()) for message in body["messages"])
+        prompt = sum(len((message["content"] or "").split()) for message in body["messages"])
         tells = "continuous_usage_stats" in body["stream_options"]
         for piece in script[:limit]:
             if piece == ("end", "hang"):

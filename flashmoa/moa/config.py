@@ -51,11 +51,13 @@ class ServedSystem:
 
     Attributes:
         engines: the clients of its engines, by URL and API key.
+        show_answers: whether an answer's record has the texts of all agents.
     """
 
     name: str
     system: System
     engines: Mapping[tuple[str, str | None], EngineClient]
+    show_answers: bool = False
 
     @property
     def engine_names(self) -> dict[str, str]:
@@ -198,6 +200,7 @@ class _SystemTable(_PromptTable):
 
     name: str = "moa"
     kind: Literal["mixture", "staircase", "debate", "council"] = "mixture"
+    show_answers: bool = False
     limits: Limits = Limits()
     quorum: Quorum | None = None
     fallback: _FallbackTable = _FallbackTable()
@@ -363,7 +366,7 @@ def _build(
         )
     found = _check(_KINDS[kind], table, place, file)
     try:
-        return ServedSystem(found.name, found.build(file), file.engines)
+        return ServedSystem(found.name, found.build(file), file.engines, found.show_answers)
     except ValueError as error:
         raise ConfigError(f"{'.'.join(place) or found.name}: {error}") from error
 

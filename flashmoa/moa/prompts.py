@@ -65,6 +65,10 @@ _CHAIR = (
     "be wrong. Decide every contradiction, close the gaps, and write the one answer that you would "
     "stand for. Do not mention the answers, the rankings or the comparison."
 )
+_ADVISE = (
+    "You advise the assistant that writes the next message. Only that assistant can call tools. "
+    "Say in words what it should do or answer next, and why. It has these tools:\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +259,48 @@ def conversation(question: Question) -> Messages:
             f"{type(content).__name__}; it must have role 'user' or 'tool', and a string"
         )
     return messages
+
+
+def transcript(question: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return a conversation for agents that have no tools.
+
+    The results of tools become texts of the user, after the calls. With ``tools``, the system
+    message says that the agent advises, and names the tools.
+    """
+    messages = [dict(message) for message in question]
+    calls = {call.get("id"): call for one in question for call in one.get("tool_calls") or ()}
+    if calls or any(message["role"] == "tool" for message in messages):
+        messages = _without_tools(messages, calls)
+    if not tools:
+        return messages
+    named = "\n".join(_describe_tool(tool.get("function") or tool) for tool in tools)
+    system = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
+    return [{"role": "system", "content": f"{system}\n\n{_ADVISE}{named}".lstrip()}, *messages]
+
+
+def _without_tools(messages: Messages, calls: Mapping[Any, Mapping[str, Any]]) -> Messages:
+    """Return messages whose calls are texts, with one user message for results in a row."""
+    texts: Messages = []
+    for message in messages:
+        message.pop("tool_calls", None)
+        if message["role"] == "tool":
+            call = calls.get(message.get("tool_call_id"), {})
+            called = call.get("function") or call.get("custom") or {"name": "a tool"}
+            given = called.get("arguments") or called.get("input") or ""
+            result = f"Result of {called['name']}({given}):\n{message['content']}"
+            message = {"role": "user", "content": result}
+        if not message.get("content"):
+            continue  # The message had nothing but calls.
+        if texts and texts[-1]["role"] == message["role"] == "user":
+            # Some chat templates need roles that alternate.
+            texts[-1]["content"] = f"{texts[-1]['content']}\n\n{message['content']}"
+        else:
+            texts.append(message)
+    return texts
+
+
+def _describe_tool(tool: Mapping[str, Any]) -> str:
+    return f"- {tool.get('name')}: {tool.get('description') or 'no description'}"
 
 
 def fair_shares(lengths: Sequence[int], room: int | None) -> list[int]:

@@ -36,6 +36,7 @@ from flashmoa.moa.prompts import (
     conversation,
     cut_answer,
     fair_shares,
+    transcript,
 )
 from flashmoa.moa.results import AgentAnswer, Result, Spending, raise_as_mixture_failed
 from flashmoa.moa.settings import RUNNING_USAGE, Limits, Quorum, Steps, needs_one_request
@@ -175,6 +176,8 @@ class SystemRun:
         self._system = system
         self._flow = flow
         self._question = question
+        # What all agents but the last aggregator read: only that one has the tools.
+        self._transcript = transcript(question, (sampling or {}).get("tools") or ())
         self._models = system.models(sampling)
         self._sampling = sampling
         self._in_one_request_for = system.in_one_request_for(sampling)
@@ -218,6 +221,7 @@ class SystemRun:
             seconds=(final.finished or time.time()) - self._asked,
             substitution=final.substitution,
             in_one_request_for=self._in_one_request_for,
+            tool_calls=final.tool_calls,
         )
         clusters = self._clusters
         result.decisions = [one for cluster in clusters.values() for one in cluster.decisions]
@@ -255,17 +259,22 @@ class SystemRun:
 
     def _prompt(self, layer: int, place: int, places: Reads) -> Messages | GrowingPrompt:
         """Return the prompt of an agent that reads the agents at ``places`` in the layer before."""
+        question = self._read_in(layer)
         if not layer:
-            return self._question
+            return question
         prompt = self._system.prompts[layer - 1]
         if self._steps is not None:
             form, sources = prompt.on_staircase(place), self._chunked[layer, places]
-            return GrowingPrompt(form, self._question, sources, self._steps)
+            return GrowingPrompt(form, question, sources, self._steps)
         rounds: list[list[tuple[str, ...]]] = []
         for before in range(layer, 0, -1):
             rounds.insert(0, self._clusters[before, places].marks)
             places = self._system.reads[before - 1][places[0]]
-        return prompt.for_reader(self._question, place, rounds)
+        return prompt.for_reader(question, place, rounds)
+
+    def _read_in(self, layer: int) -> Messages:
+        """Return the conversation that the agents of a layer read."""
+        return self._question if layer == len(self._models) - 1 else self._transcript
 
     def _ask(
         self, layer: int, model: Model, prompt: Messages | GrowingPrompt, continues: str = ""
@@ -341,7 +350,7 @@ class SystemRun:
         readers = {place: model for place, (model, reads) in agents if reads == places}
         limits = [self._models[layer - 1][place].max_tokens for place in places] * rounds
         titles = [tuple(title for title, _ in forms) for forms in prompt.forms(places)]
-        empty = prompt.for_reader(self._question, min(readers), [titles] * rounds)
+        empty = prompt.for_reader(self._read_in(layer), min(readers), [titles] * rounds)
         # The longest role stands for all.
         role = max((reader.role for reader in readers.values()), key=len)
         room = await room_for_answers(readers.values(), add_role(empty, role), limits)

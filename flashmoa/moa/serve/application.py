@@ -31,6 +31,8 @@ from flashmoa.moa.serve.chat_completions import (
     error_body,
     parse_object,
 )
+from flashmoa.moa.serve.responses import Response as ResponseBody
+from flashmoa.moa.serve.responses import read_response_request
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ def application(systems: Sequence[ServedSystem], options: ServeOptions | None = 
     server = _Server(systems, options or ServeOptions())
     routes = [
         Route("/v1/chat/completions", server, methods=["POST"]),
+        Route("/v1/responses", server, methods=["POST"]),
         Route("/v1/models", server.list_models),
         Route("/v1/models/{name:path}", server.show_model),
         # These need no API key, as engines' do not.
@@ -127,7 +130,7 @@ class _Question:
 
     chat: ChatQuestion
     served: ServedSystem
-    form: Completion
+    form: Completion | ResponseBody
     metrics: _Metrics
     ending: str = "left"
     _started: float = field(default_factory=time.monotonic)
@@ -199,15 +202,18 @@ class _Server:
                 await system.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a chat completion."""
+        """Answer a chat completion, or a request of the Responses API."""
         request, name = Request(scope, receive), ""
         try:
             self._check_key(request)
             body = parse_object(await self._read(request))
             name = self._name_of(body.get("model"))
-            chat = ChatQuestion.parse(body)
+            is_response = request.url.path == "/v1/responses"
+            chat = ChatQuestion.parse(read_response_request(body) if is_response else body)
             served = self._find(chat.model)
             form = Completion(served.name, chat.includes_usage)
+            if is_response:
+                form = ResponseBody(served.name, body)
             with self._place(served.name):
                 await self._answer(request, send, _Question(chat, served, form, self._metrics))
         except ChatRequestRefused as error:

@@ -88,22 +88,24 @@ async def test_a_tool_is_called(openai_client: AsyncOpenAI, name: str) -> None:
     function = {"name": "read", "description": "Reads a file.", "parameters": parameters}
     asked: dict[str, Any] = {
         "model": name, "messages": QUESTION, "tools": [{"type": "function", "function": function}],
-        "tool_choice": "required", "max_tokens": 100, "extra_body": {"ignore_eos": False},
+        "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100,
+        "extra_body": {"ignore_eos": False},
     }  # fmt: skip
     whole = (await openai_client.chat.completions.create(**asked)).choices[0].message
     assert whole.tool_calls and whole.tool_calls[0].type == "function"
     called = whole.tool_calls[0].function
     assert called.name == "read" and json.loads(called.arguments) == {"path": "a.py"}
-    async with openai_client.chat.completions.stream(**asked) as stream:
-        final = (await stream.get_final_completion()).choices[0]
-    assert final.finish_reason == "tool_calls" and final.message.tool_calls
-    assert final.message.tool_calls[0].function.arguments == called.arguments
+    stream: Any = await openai_client.chat.completions.create(**asked, stream=True)
+    choices = [chunk.choices[0] async for chunk in stream]
+    [[call]] = [choice.delta.tool_calls for choice in choices if choice.delta.tool_calls]
+    assert (call.index, call.function.arguments) == (0, called.arguments)
+    assert choices[-1].finish_reason == "tool_calls"
     turn: dict[str, Any] = whole.model_dump(exclude_none=True)
     result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "x = 1"}
-    asked |= {"messages": [*QUESTION, turn, result], "tool_choice": "none"}
-    answer = await openai_client.chat.completions.create(**asked)
+    asked |= {"messages": [*QUESTION, turn, result], "tool_choice": "none", "max_tokens": 8}
+    answer = await openai_client.chat.completions.create(**{**asked, "extra_body": None})
     assert answer.choices[0].message.content
-    assert {agent["status"] for agent in extra(answer)["agents"]} == {"used"}
+    assert extra(answer)["agents"][-1]["status"] == "used"
 
 
 async def test_a_council_tells_who_ranked_what(openai_client: AsyncOpenAI) -> None:
@@ -120,6 +122,19 @@ async def test_a_council_tells_who_ranked_what(openai_client: AsyncOpenAI) -> No
     # The reviewers' prompts are one up to their last question, and the engine computes it once.
     cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in agents[2:5]]
     assert max(cached) > agents[2]["usage"]["prompt_tokens"] / 2
+
+
+@pytest.mark.parametrize("name", ["three", "stairs"])
+async def test_the_responses_api_answers_alike(openai_client: AsyncOpenAI, name: str) -> None:
+    chat = await openai_client.chat.completions.create(model=name, messages=QUESTION)
+    asked: dict[str, Any] = {"model": name, "input": QUESTION}
+    whole = await openai_client.responses.create(**asked)
+    stream: Any = await openai_client.responses.create(**asked, stream=True)
+    final = [event async for event in stream][-1].response
+    assert whole.output_text == final.output_text == chat.choices[0].message.content
+    assert whole.status == final.status == "incomplete"  # The agents' max_tokens cut it.
+    assert whole.usage is not None and chat.usage is not None
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
 
 
 async def test_a_client_of_openai_raises_the_error_of_a_stream(openai_client: AsyncOpenAI) -> None:

@@ -1,4 +1,4 @@
-"""``flashmoa moa``: serve mixtures, staircases and debates, and check their engines."""
+"""``flashmoa moa``: serve mixtures, staircases, debates and councils, and check their engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flashmoa.moa.config import ServedSystem
     from flashmoa.moa.early_exit import Embedder
 
-_DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
+_DESCRIPTION = "Serve mixtures of agents, staircases, debates and councils by the OpenAI API."
 _API_KEY = "FLASHMOA_API_KEY"
 _TIMEOUT_SECONDS = 60.0
 _QUESTION = [{"role": "user", "content": "Which day comes after Monday?"}]

@@ -1,8 +1,9 @@
-"""Mixture-of-Agents, staircases and debates on self-hosted models."""
+"""Mixture-of-Agents, staircases, debates and councils on self-hosted models."""
 
+from flashmoa.moa.council import Council
 from flashmoa.moa.early_exit import Decision, EarlyExit, Embedder, EngineEmbedder, Quality
 from flashmoa.moa.models import Fallback, Model
-from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
+from flashmoa.moa.prompts import AggregationPrompt, ChairPrompt, DebatePrompt, ReviewPrompt
 from flashmoa.moa.results import (
     AgentAnswer,
     MixtureFailed,
@@ -18,6 +19,8 @@ from flashmoa.moa.topology import Topology
 __all__ = [
     "AgentAnswer",
     "AggregationPrompt",
+    "ChairPrompt",
+    "Council",
     "Debate",
     "DebatePrompt",
     "Decision",
@@ -32,6 +35,7 @@ __all__ = [
     "Quality",
     "Quorum",
     "Result",
+    "ReviewPrompt",
     "Spending",
     "Staircase",
     "StaircaseRound",

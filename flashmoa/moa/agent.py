@@ -19,6 +19,7 @@ import anyio
 
 from flashmoa import Answer, UpstreamCancelled, Workflow
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
+from flashmoa.engine.generation import add_tool_calls
 from flashmoa.engine.wire import Delta
 from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
 from flashmoa.link.streamed_text import find_marks
@@ -54,7 +55,7 @@ class _Request:
 
     def count(self, delta: Delta) -> int:
         """Return how many tokens a step's text has; also count tokens before it without text."""
-        if not delta.text and not delta.reasoning:
+        if not (delta.text or delta.reasoning or delta.tool_calls):
             return 0
         counted = delta.usage.completion_tokens if delta.usage is not None else 0
         new = max(1, counted - self.tokens)
@@ -313,11 +314,12 @@ class Agent(Answer):
         """Return whether another request may succeed, and continue the text so far.
 
         An engine that separates thought would take a continued answer for thought. An engine with a
-        grammar would begin the answer again.
+        grammar would begin the answer again, and so would an engine that was calling a tool.
         """
         is_refused = isinstance(error, RequestRefused) and error.blames_request
         own = self._requests[self._first_of_part :]
         begins_again = any(one.thinks for one in own) or has_grammar(self._sampling)
+        begins_again = begins_again or bool(self.tool_calls)
         can_continue = not begins_again or not any(one.visible for one in own)
         return isinstance(error, Exception) and not is_refused and can_continue
 
@@ -416,10 +418,12 @@ class Agent(Answer):
             self.logprobs += delta.logprobs
             request.visible += tokens
             self._uncounted += tokens
-        if delta.text:
+        add_tool_calls(self._tool_calls, delta.tool_calls)
+        if delta.text or delta.tool_calls:
             self._engine.avoided_until = None
             for begun in (record, *record.steps[-1:]):
                 begun.first_token = begun.first_token or time.time()
+        if delta.text:
             if self._announce_next is not None:
                 self._announced, self._announce_next = self._announce_next(), None
             if piece := self._stops.add(delta.text):

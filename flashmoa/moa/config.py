@@ -28,9 +28,10 @@ from pydantic.dataclasses import dataclass as validated
 
 from flashmoa import EngineClient, FlashMoAError
 from flashmoa.engine.connections import engine_url
+from flashmoa.moa.council import Council
 from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
 from flashmoa.moa.models import Fallback, Model
-from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt, Layout, Memory
+from flashmoa.moa.prompts import AggregationPrompt, ChairPrompt, DebatePrompt, Layout, Memory
 from flashmoa.moa.run import System, SystemSettings
 from flashmoa.moa.settings import NO_OTHERS, Count, Limits, Quorum, Sampling, Steps, suggest
 from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
@@ -46,15 +47,17 @@ class ConfigError(FlashMoAError):
 
 @dataclass(frozen=True, slots=True)
 class ServedSystem:
-    """A mixture, staircase or debate, which clients ask for by its name.
+    """A mixture, staircase, debate or council, which clients ask for by its name.
 
     Attributes:
         engines: the clients of its engines, by URL and API key.
+        show_answers: whether an answer's record has the texts of all agents.
     """
 
     name: str
     system: System
     engines: Mapping[tuple[str, str | None], EngineClient]
+    show_answers: bool = False
 
     @property
     def engine_names(self) -> dict[str, str]:
@@ -196,7 +199,8 @@ class _SystemTable(_PromptTable):
     """The keys that all kinds of systems have in common."""
 
     name: str = "moa"
-    kind: Literal["mixture", "staircase", "debate"] = "mixture"
+    kind: Literal["mixture", "staircase", "debate", "council"] = "mixture"
+    show_answers: bool = False
     limits: Limits = Limits()
     quorum: Quorum | None = None
     fallback: _FallbackTable = _FallbackTable()
@@ -277,11 +281,30 @@ class _DebateSystemTable(_SystemTable):
         )
 
 
+class _CouncilTable(_SystemTable):
+    judge: ModelTable | None = None
+
+    def build(self, file: _File) -> System:
+        members, chairman, _ = self.build_pair(file)
+        if self.judge is not None and self.judge.repeat != 1:
+            raise ValueError(f"judge.repeat is {self.judge.repeat}; a council has one judge")
+        judge = None if self.judge is None else self.judge.build(file)[0]
+        return Council(
+            members,
+            chairman,
+            judge=judge,
+            prompt=ChairPrompt(**{**self.given(), **self.layers[1].given()}),
+            quorum=self.layers[0].quorum or self.quorum,
+            **self.build_settings(file),
+        )
+
+
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _KINDS: dict[str, type[_SystemTable]] = {
     "mixture": _MixtureTable,
     "staircase": _StaircaseTable,
     "debate": _DebateSystemTable,
+    "council": _CouncilTable,
 }
 _MODELS = (ModelTable, _LayerTable, _FallbackTable, _DebateTable, *_KINDS.values())
 _SETTINGS = (Limits, Quorum, Steps, _EarlyExitTable)
@@ -343,7 +366,7 @@ def _build(
         )
     found = _check(_KINDS[kind], table, place, file)
     try:
-        return ServedSystem(found.name, found.build(file), file.engines)
+        return ServedSystem(found.name, found.build(file), file.engines, found.show_answers)
     except ValueError as error:
         raise ConfigError(f"{'.'.join(place) or found.name}: {error}") from error
 

@@ -19,12 +19,13 @@ from flashmoa.moa.settings import (
     CHARACTERS_PER_TOKEN,
     can_be_refused,
     has_grammar,
+    may_call_tools,
     token_limit,
 )
 
 logger = logging.getLogger(__name__)
 
-# Waits for all layers but the last, and returns their answers.
+# Waits for all layers but the last, and returns the answers to the question.
 WaitForAnswers = Callable[[], Awaitable[Sequence[Sequence[AgentAnswer]]]]
 # Asks another aggregator to read given answers, and to continue a text.
 Ask = Callable[[Model, Sequence[AgentAnswer], str], Awaitable[Agent]]
@@ -43,6 +44,7 @@ class FinalAnswer:
         result: the answer, once ``text`` is complete. It differs from ``text`` only if a complete
             answer took the place of an answer that had begun.
         finish_reason: OpenAI's finish reason of that answer.
+        tool_calls: its calls of tools.
         first_token, finished: times of the first and last piece of ``text``, in Unix seconds.
     """
 
@@ -54,6 +56,7 @@ class FinalAnswer:
     text: Text = field(default_factory=lambda: Text("answer"))
     result: str = ""
     finish_reason: str | None = None
+    tool_calls: Sequence[dict[str, Any]] = ()
     first_token: float | None = None
     finished: float | None = None
     substitution: Substitution | None = None
@@ -85,11 +88,12 @@ class FinalAnswer:
         async for piece in agent:
             self._write(piece)
         reason = self.finish_reason = agent.finish_reason
+        self.tool_calls = agent.tool_calls
         # The client's stop text, or its limit of tokens, may leave an empty answer.
         ends = ("stop", "stop_regex", "stop_token_ids")
         is_ended = reason == "stop" and any(map(self.sampling.get, ends))
         is_cut = reason == "length" and token_limit(self.sampling) is not None
-        if not (agent.written.strip() or is_ended or is_cut or reason == "tool_calls"):
+        if not (agent.written.strip() or is_ended or is_cut or agent.tool_calls):
             agent.error = BadAnswer("it answered nothing")
             raise agent.error
 
@@ -131,7 +135,8 @@ class FinalAnswer:
         Without probabilities the first answer is the best. Raises ``error`` without any.
         """
         # The client asked for a form that only the last aggregator's answer has.
-        if not self.fallback.best_answer or has_grammar(self.sampling):
+        has_form = has_grammar(self.sampling) or may_call_tools(self.sampling)
+        if not self.fallback.best_answer or has_form:
             raise error
         limit, written = token_limit(self.sampling), len(self.text.written) // CHARACTERS_PER_TOKEN
         # If an engine does not count, an answer has at most one token a character.

@@ -80,7 +80,7 @@ class Model:
         free = context - self.answer_tokens
         if None not in answer_limits:
             needed = sum(limit or 0 for limit in answer_limits)
-            if needed + _upper_bound(empty_prompt) <= free:
+            if needed + self._upper_bound(empty_prompt) <= free:
                 return None
         return max(0, free - await self._count_tokens(empty_prompt))
 
@@ -96,9 +96,16 @@ class Model:
         """Return whether a context of that many tokens has room for a prompt and its answer."""
         free = context - self.answer_tokens
         try:
-            return _upper_bound(prompt) <= free or await self._count_tokens(prompt) <= free
+            return self._upper_bound(prompt) <= free or await self._count_tokens(prompt) <= free
         except (EngineError, TimeoutError):
             return True  # If there is too little room, the engine will refuse the request itself.
+
+    def _upper_bound(self, prompt: Sequence[Mapping[str, Any]]) -> int:
+        """Return an upper bound of a prompt's tokens."""
+        # A token has at least one byte, and a chat template adds fewer than 256 tokens. Templates
+        # write other fields, too, such as tool calls, and tools.
+        parts = [*prompt, *(self.sampling.get("tools") or ())]
+        return sum(len(str(part).encode(errors="replace")) for part in parts) + 256
 
     async def _count_tokens(self, prompt: Sequence[Mapping[str, Any]]) -> int:
         fields = prompt_fields(self.sampling)
@@ -118,13 +125,6 @@ class Fallback:
 
     models: Sequence[Model] = ()
     best_answer: bool = True
-
-
-def _upper_bound(prompt: Sequence[Mapping[str, Any]]) -> int:
-    """Return an upper bound of a prompt's tokens."""
-    # A token has at least one byte, and a chat template adds fewer than 256 tokens. Templates write
-    # other fields, too, such as tool calls.
-    return sum(len(str(message).encode(errors="replace")) for message in prompt) + 256
 
 
 async def room_for_answers(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from flashmoa import Text, UpstreamCancelled, Workflow
@@ -45,6 +45,29 @@ _DEBATE_STAIRCASE = (
     "{number} of them; their answers follow. Any of them may be wrong, and so may yours. Where "
     "they differ, find out who is right. Then answer the user again, as well as you now can, in "
     "full and in the same form."
+)
+_REVIEW = (
+    "Several assistants have answered the user's last message, each by itself. You review their "
+    "answers, whose authors you do not know. Judge what they say, not how long or how sure it is."
+)
+_RANK = (
+    "\n\nRank the answers. Give a remark of one sentence on each, and then the numbers of all "
+    'answers, the best first, as JSON: {"remarks": [...], "ranking": [...]}'
+)
+_COMPARE = (
+    "\n\nCompare the answers, without merging them: what all or most of them say, where they "
+    "contradict each other, and what none of them has considered. Each item is a sentence. Answer "
+    'as JSON: {"consensus": [...], "contradictions": [...], "blind_spots": [...]}'
+)
+_CHAIR = (
+    "Several assistants have answered the user's last message, each by itself. They have ranked "
+    "all answers without knowing the authors, and a judge has compared the answers. Any of it may "
+    "be wrong. Decide every contradiction, close the gaps, and write the one answer that you would "
+    "stand for. Do not mention the answers, the rankings or the comparison."
+)
+_ADVISE = (
+    "You advise the assistant that writes the next message. Only that assistant can call tools. "
+    "Say in words what it should do or answer next, and why. It has these tools:\n"
 )
 
 
@@ -103,6 +126,54 @@ class AggregationPrompt:
     def on_staircase(self, place: int) -> AggregationPrompt:
         """Return the prompt on a staircase of the agent at a place."""
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewPrompt(AggregationPrompt):
+    """The prompt of a council's reviewers: each member ranks the answers, a judge compares them.
+
+    All reviewers' prompts are the same up to ``closing``, so an engine computes that part once.
+
+    Attributes:
+        closing: what the members are asked after the answers.
+        comparison: what the judge is asked instead. The judge is the last agent of the layer.
+    """
+
+    instruction: str = _REVIEW
+    closing: str = _RANK
+    comparison: str = _COMPARE
+    has_all_rounds: ClassVar[bool] = True
+
+    def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:
+        """Return the messages for a member, or for the judge, whose place follows the members'."""
+        answers = [answer for (answer,) in rounds[0]]
+        prompt = self if place < len(answers) else replace(self, closing=self.comparison)
+        return prompt.messages(question, answers)
+
+
+@dataclass(frozen=True, slots=True)
+class ChairPrompt(AggregationPrompt):
+    """The prompt of a council's chairman: the answers, the members' rankings and the comparison.
+
+    Attributes:
+        ranking_heading: text before each ranking; ``{number}`` counts from 1.
+        comparison_heading: text before the judge's comparison.
+    """
+
+    instruction: str = _CHAIR
+    ranking_heading: str = "\n\nRanking {number}:\n"
+    comparison_heading: str = "\n\nComparison:\n"
+    has_all_rounds: ClassVar[bool] = True
+
+    def forms(self, places: Sequence[int]) -> list[list[AnswerForm]]:
+        """Return the form of each ranking, and of the comparison, which is the last text."""
+        numbers = range(1, len(places))
+        rankings = [self.ranking_heading.replace("{number}", str(number)) for number in numbers]
+        return [[(title, "")] for title in (*rankings, self.comparison_heading)]
+
+    def for_reader(self, question: Messages, place: int, rounds: Rounds) -> Messages:
+        """Return the messages with the texts of all rounds."""
+        return self.messages(question, [text for texts in rounds for (text,) in texts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +259,48 @@ def conversation(question: Question) -> Messages:
             f"{type(content).__name__}; it must have role 'user' or 'tool', and a string"
         )
     return messages
+
+
+def transcript(question: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return a conversation for agents that have no tools.
+
+    The results of tools become texts of the user, after the calls. With ``tools``, the system
+    message says that the agent advises, and names the tools.
+    """
+    messages = [dict(message) for message in question]
+    calls = {call.get("id"): call for one in question for call in one.get("tool_calls") or ()}
+    if calls or any(message["role"] == "tool" for message in messages):
+        messages = _without_tools(messages, calls)
+    if not tools:
+        return messages
+    named = "\n".join(_describe_tool(tool.get("function") or tool) for tool in tools)
+    system = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
+    return [{"role": "system", "content": f"{system}\n\n{_ADVISE}{named}".lstrip()}, *messages]
+
+
+def _without_tools(messages: Messages, calls: Mapping[Any, Mapping[str, Any]]) -> Messages:
+    """Return messages whose calls are texts, with one user message for results in a row."""
+    texts: Messages = []
+    for message in messages:
+        message.pop("tool_calls", None)
+        if message["role"] == "tool":
+            call = calls.get(message.get("tool_call_id"), {})
+            called = call.get("function") or call.get("custom") or {"name": "a tool"}
+            given = called.get("arguments") or called.get("input") or ""
+            result = f"Result of {called['name']}({given}):\n{message['content']}"
+            message = {"role": "user", "content": result}
+        if not message.get("content"):
+            continue  # The message had nothing but calls.
+        if texts and texts[-1]["role"] == message["role"] == "user":
+            # Some chat templates need roles that alternate.
+            texts[-1]["content"] = f"{texts[-1]['content']}\n\n{message['content']}"
+        else:
+            texts.append(message)
+    return texts
+
+
+def _describe_tool(tool: Mapping[str, Any]) -> str:
+    return f"- {tool.get('name')}: {tool.get('description') or 'no description'}"
 
 
 def fair_shares(lengths: Sequence[int], room: int | None) -> list[int]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from flashmoa import FlashMoAError, UpstreamCancelled
 from flashmoa.engine import PromptUsage
@@ -160,6 +160,7 @@ class Result:
 
     Attributes:
         finish_reason: OpenAI's finish reason of the answer.
+        tool_calls: the answer's calls of tools, as in OpenAI's messages.
         layers: every agent's answer, by layer and place; in a debate the rounds, and after them the
             aggregator's layer. Other aggregators that were asked are in the last layer.
         time_to_first_token: seconds from the question to the answer's first token.
@@ -185,6 +186,7 @@ class Result:
     decisions: list[Decision] = field(default_factory=list[Decision])
     deciding: float = 0.0
     in_one_request_for: Sequence[str] = ()
+    tool_calls: Sequence[dict[str, Any]] = ()
 
     @property
     def agents(self) -> list[AgentAnswer]:

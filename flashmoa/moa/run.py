@@ -36,6 +36,7 @@ from flashmoa.moa.prompts import (
     conversation,
     cut_answer,
     fair_shares,
+    transcript,
 )
 from flashmoa.moa.results import AgentAnswer, Result, Spending, raise_as_mixture_failed
 from flashmoa.moa.settings import RUNNING_USAGE, Limits, Quorum, Steps, needs_one_request
@@ -94,6 +95,9 @@ class System:
         self.quorums = quorums
         self.steps = steps
         self.early_exit = early_exit
+        # The number of the first layers whose agents answer the question. The members of a council
+        # review answers in the layer after.
+        self.answering_layers = len(layers) - 1
         self.limits = settings.get("limits") or Limits()
         self.fallback = settings.get("fallback") or Fallback()
         self.ahead: Ahead = settings.get("ahead", "text")
@@ -119,6 +123,10 @@ class System:
         models = [model for layer in self.models(sampling)[1:] for model in layer]
         names = (name for model in models for name in needs_one_request(model.sampling))
         return list(dict.fromkeys(names))
+
+    def verdict(self, result: Result) -> Mapping[str, Any]:
+        """Return what the agents think of each other's answers, for JSON; only councils do."""
+        return {}
 
     def models(self, sampling: Sampling | None) -> list[Sequence[Model]]:
         """Return the models of every layer. The last aggregator gets the request's parameters."""
@@ -168,6 +176,8 @@ class SystemRun:
         self._system = system
         self._flow = flow
         self._question = question
+        # What all agents but the last aggregator read: only that one has the tools.
+        self._transcript = transcript(question, (sampling or {}).get("tools") or ())
         self._models = system.models(sampling)
         self._sampling = sampling
         self._in_one_request_for = system.in_one_request_for(sampling)
@@ -211,6 +221,7 @@ class SystemRun:
             seconds=(final.finished or time.time()) - self._asked,
             substitution=final.substitution,
             in_one_request_for=self._in_one_request_for,
+            tool_calls=final.tool_calls,
         )
         clusters = self._clusters
         result.decisions = [one for cluster in clusters.values() for one in cluster.decisions]
@@ -248,15 +259,22 @@ class SystemRun:
 
     def _prompt(self, layer: int, place: int, places: Reads) -> Messages | GrowingPrompt:
         """Return the prompt of an agent that reads the agents at ``places`` in the layer before."""
+        question = self._read_in(layer)
         if not layer:
-            return self._question
+            return question
         prompt = self._system.prompts[layer - 1]
         if self._steps is not None:
             form, sources = prompt.on_staircase(place), self._chunked[layer, places]
-            return GrowingPrompt(form, self._question, sources, self._steps)
-        keys = [(before, places) for before in range(1, layer + 1)]
-        rounds = [self._clusters[key].marks for key in keys if key in self._clusters]
-        return prompt.for_reader(self._question, place, rounds)
+            return GrowingPrompt(form, question, sources, self._steps)
+        rounds: list[list[tuple[str, ...]]] = []
+        for before in range(layer, 0, -1):
+            rounds.insert(0, self._clusters[before, places].marks)
+            places = self._system.reads[before - 1][places[0]]
+        return prompt.for_reader(question, place, rounds)
+
+    def _read_in(self, layer: int) -> Messages:
+        """Return the conversation that the agents of a layer read."""
+        return self._question if layer == len(self._models) - 1 else self._transcript
 
     def _ask(
         self, layer: int, model: Model, prompt: Messages | GrowingPrompt, continues: str = ""
@@ -326,20 +344,20 @@ class SystemRun:
         """
         system, prompts = self._system, self._system.prompts
         prompt = prompts[layer - 1]
-        # A debater's prompt may have the answers of all earlier rounds.
-        rounds = prompts.count(prompt) if prompt.has_all_rounds else 1
+        # The prompt of a debater or a chairman may have the answers of all earlier rounds.
+        rounds = sum(one.has_all_rounds for one in prompts) if prompt.has_all_rounds else 1
         agents = enumerate(zip(self._models[layer], system.reads[layer], strict=True))
         readers = {place: model for place, (model, reads) in agents if reads == places}
         limits = [self._models[layer - 1][place].max_tokens for place in places] * rounds
         titles = [tuple(title for title, _ in forms) for forms in prompt.forms(places)]
-        empty = prompt.for_reader(self._question, min(readers), [titles] * rounds)
+        empty = prompt.for_reader(self._read_in(layer), min(readers), [titles] * rounds)
         # The longest role stands for all.
         role = max((reader.role for reader in readers.values()), key=len)
         room = await room_for_answers(readers.values(), add_role(empty, role), limits)
         return None if room is None else room // rounds
 
     async def _answers(self) -> list[list[AgentAnswer]]:
-        """Wait for all layers but the last, and return their answers.
+        """Wait for all layers but the last, and return the answers to the question.
 
         Raises: UpstreamCancelled after :meth:`cancel`, unless all agents had finished before.
         """
@@ -351,7 +369,7 @@ class SystemRun:
             except Exception:
                 if self._cancelled.is_set():
                     raise
-        return self._records()[:-1]
+        return self._records()[: self._system.answering_layers]
 
     async def _ask_another(
         self, model: Model, answers: Sequence[AgentAnswer], written: str

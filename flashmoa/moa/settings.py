@@ -170,7 +170,7 @@ _REFUSABLE = (
 
 # One request must follow these parameters to the answer's end.
 _OF_ONE_REQUEST = (
-    "response_format", "regex", "ebnf", "json_schema",
+    "response_format", "regex", "ebnf", "json_schema", "tools",
     "stop_regex", "stop_token_ids", "no_stop_trim", "min_tokens",
 )  # fmt: skip
 
@@ -189,10 +189,16 @@ def needs_one_request(parameters: Mapping[str, Any]) -> list[str]:
     """Return the names of parameters that force one request to write the whole answer.
 
     A request that continues an answer applies its grammar and its ``min_tokens`` from its own first
-    token on, and does not know that the answer has ended at a token.
+    token on, and does not know that the answer has ended at a token. A tool must be called once all
+    answers are read.
     """
     values = {name: parameters.get(name) for name in _OF_ONE_REQUEST}
     return [name for name, value in values.items() if value and value != {"type": "text"}]
+
+
+def may_call_tools(parameters: Mapping[str, Any]) -> bool:
+    """Return whether a request's answer may be a call of a tool."""
+    return bool(parameters.get("tools")) and parameters.get("tool_choice") != "none"
 
 
 def has_grammar(parameters: Mapping[str, Any]) -> bool:

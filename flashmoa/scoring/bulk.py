@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashmoa._concurrency import all_of
 from flashmoa.errors import FlashMoAError, MalformedRequest, PromptTooLarge
-from flashmoa.scoring.scorer import Context, Scorer
+from flashmoa.scoring.contexts import Context
+from flashmoa.scoring.scorer import Scorer
 from flashmoa.scoring.scores import PrefillUsage, Ranking, Scores, Selection
 
 # Decimals of the numbers in a record. Later decimals vary with the order of requests.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
-import string
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import anyio
 from pydantic import BaseModel
@@ -16,18 +13,29 @@ from flashmoa.engine.client import Answer
 from flashmoa.errors import (
     BadAnswer,
     EngineError,
-    FlashMoAError,
     MalformedRequest,
     PluginMissing,
     RequestRefused,
 )
-from flashmoa.scoring.scores import PrefillUsage, RankedDocument, Ranking, Scores, Selection
-
-Messages = Sequence[Mapping[str, Any]]
-# A text, token ids, or messages in OpenAI's format.
-Context = str | Sequence[int] | Messages
-# A text that continues where the context ends, or token ids.
-Candidate = str | Sequence[int]
+from flashmoa.scoring.contexts import (
+    Candidate,
+    CandidateRefused,
+    Context,
+    answer_candidate,
+    choice_question,
+    context_kind,
+    option_letters,
+    question_item,
+)
+from flashmoa.scoring.label_scorer import LabelScorer
+from flashmoa.scoring.scores import (
+    ItemScores,
+    PrefillUsage,
+    RankedDocument,
+    Ranking,
+    Scores,
+    Selection,
+)
 
 ONE_LETTER = "Answer with the letter of one option."
 YES_OR_NO = "Does this apply? Answer Yes or No."
@@ -36,15 +44,13 @@ _REFUSED = "candidate_refused"
 _OWN_CODES = (_REFUSED, "malformed", "too_large", "engine_busy", "draining")
 
 
-class CandidateRefused(FlashMoAError, ValueError):
-    """Raised when a candidate cannot be scored after its context. The message has the remedy."""
-
-
 class Scorer:
-    """Asks an SGLang engine with the plugin how likely given answers are.
+    """Asks an engine how likely given answers are.
 
-    Every score comes from prefills; no token is decoded. A call is one request to the plugin's
-    scoring routes (``docs/scoring.md``), and shared prefixes of its prompts are computed once.
+    Every score comes from prefills; no token is decoded. With the plugin, a call is one request to
+    the plugin's scoring routes (``docs/scoring.md``), and shared prefixes of its prompts are
+    computed once. Other servers of SGLang and vLLM are asked by their own routes
+    (:class:`~flashmoa.scoring.label_scorer.LabelScorer`).
 
     Args:
         template_args: arguments of the model's chat template, for contexts that are messages. For
@@ -52,8 +58,8 @@ class Scorer:
         concurrency: the most requests at the same time.
 
     Its methods raise :class:`CandidateRefused` if a candidate cannot be scored after its context,
-    ``ValueError`` for meaningless arguments, ``PluginMissing`` if the engine runs without the
-    plugin, and the other exceptions of :class:`~flashmoa.engine.EngineClient`.
+    ``ValueError`` for meaningless arguments, ``PluginMissing`` if the engine has no route for the
+    scores, and the other exceptions of :class:`~flashmoa.engine.EngineClient`.
     """
 
     def __init__(
@@ -69,6 +75,8 @@ class Scorer:
         self._engine = engine
         self.template_args = template_args
         self._limit = anyio.Semaphore(concurrency)
+        # Set once the engine has turned out to lack the plugin's scoring routes.
+        self._labels: LabelScorer | None = None
 
     async def score(
         self,
@@ -87,7 +95,8 @@ class Scorer:
                 ``Answer:``), or token ids.
             length_normalised: compare the mean log-probability per token of each candidate. The
                 sums favour short candidates.
-            prompt_stream_id: the id of a prompt stream with the context.
+            prompt_stream_id: the id of a prompt stream with the context. Without the plugin, there
+                are no streams.
         """
         (answer,) = await self._ask(context, None, candidates, prompt_stream_id)
         names = [text if isinstance(text, str) else str(list(text)) for text in candidates]
@@ -170,7 +179,7 @@ class Scorer:
         top_n: int | None = None,
         instruct: str | None = None,
     ) -> Ranking:
-        """Rank documents by how likely they are relevant to a query.
+        """Rank documents by how likely they are relevant to a query; only with the plugin.
 
         Args:
             top_n: number of best documents to return; by default all.
@@ -200,13 +209,30 @@ class Scorer:
         questions: Sequence[str] | None,
         candidates: Sequence[Candidate],
         stream: str | None = None,
-    ) -> list[_Item]:
+    ) -> list[ItemScores]:
         """Score candidates after the context with each question, or after the context alone."""
         if not candidates:
             raise ValueError("give at least one candidate")
+        items = questions and [question_item(context, question) for question in questions]
+        if self._labels is None:
+            try:
+                return await self._ask_plugin(context, items, candidates, stream)
+            except PluginMissing:
+                self._labels = await LabelScorer.connect(self._engine, self._limit)
+                if self._labels is None:
+                    raise
+        return await self._labels.score(context, items, candidates, self.template_args)
+
+    async def _ask_plugin(
+        self,
+        context: Context,
+        items: Sequence[str] | None,
+        candidates: Sequence[Candidate],
+        stream: str | None,
+    ) -> list[ItemScores]:
         body: dict[str, Any] = {
             "candidates": list(candidates),
-            "items": questions and [question_item(context, question) for question in questions],
+            "items": items,
             "prompt_stream_id": stream,
         }
         if context_kind(context) == "messages":
@@ -238,7 +264,7 @@ class Scorer:
             if not await self._has_plugin(error):
                 raise PluginMissing(
                     f"{engine.url} has no scoring routes of the flashmoa-sglang plugin; start it "
-                    "with the plugin, and without --flashmoa-scoring off and --enable-mis"
+                    "with the plugin, and without --flashmoa-scoring off"
                 ) from error
             raise
 
@@ -264,33 +290,8 @@ class _Usage(BaseModel):
     prompt_stream: StreamUse | None = None
 
 
-class _Item(BaseModel):
-    """The answer to one prompt: each candidate's tokens and log-probability."""
-
-    logprobs: list[float | None]
-    candidate_tokens: list[list[int]]
-    prefills: int
-    prompt_tokens: int
-    computed_tokens: int
-    # Of the only item's context, if it has a prompt stream.
-    streamed_tokens: int | None = None
-    prompt_stream: StreamUse | None = None
-
-    def scores(self, names: Sequence[str], lengths: Sequence[int] | None = None) -> Scores:
-        """Return the scores of named candidates; see :meth:`Scores.of`."""
-        logprobs = [-math.inf if value is None else value for value in self.logprobs]
-        usage = PrefillUsage(
-            self.prefills,
-            self.prompt_tokens,
-            self.prompt_tokens - self.computed_tokens,
-            self.streamed_tokens,
-            self.prompt_stream,
-        )
-        return Scores.of(names, logprobs, lengths, usage)
-
-
 class _ScoreAnswer(BaseModel):
-    results: list[_Item]
+    results: list[ItemScores]
     usage: _Usage
 
 
@@ -302,58 +303,3 @@ class _Ranked(BaseModel):
 class _RankAnswer(BaseModel):
     results: list[_Ranked]
     usage: _Usage
-
-
-def context_kind(context: Context) -> str:
-    """Return ``text``, ``tokens`` or ``messages``. Raises: ValueError for anything else."""
-    if isinstance(context, str):
-        return "text"
-    items = list(cast("Sequence[object]", context))
-    if items and all(isinstance(item, Mapping) for item in items):
-        return "messages"
-    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return "tokens"
-    raise ValueError(
-        "a context is a text, or a list of messages or of token ids that is not empty, not "
-        f"{reprlib.repr(context)}"
-    )
-
-
-def question_item(context: Context, question: str) -> str:
-    """Return the text that adds a question to the user's last message, or to a text.
-
-    A text then ends with ``Answer:``.
-
-    Raises: ValueError if the context is token ids, because only the engine could append a text.
-    """
-    kind = context_kind(context)
-    if kind == "tokens":
-        raise ValueError(
-            "a question cannot follow token ids; give a text or messages, or use score()"
-        )
-    if kind == "text":
-        return f"\n\n{question}\nAnswer:"
-    last = cast("Messages", context)[-1]
-    is_continued = last.get("role") == "user" and last.get("content")
-    return f"\n\n{question}" if is_continued else question
-
-
-def answer_candidate(context: Context, text: str) -> str:
-    """Return an answer as a candidate after :func:`question_item`: with a space after a text."""
-    return f" {text}" if isinstance(context, str) else text
-
-
-def option_letters(count: int) -> list[str]:
-    """Return a letter for each option. Raises: ValueError for no options, or too many."""
-    if not 1 <= count <= 26:
-        raise ValueError(
-            f"there are letters for 1 to 26 options, not for {count}; give fewer options, ask "
-            "about each with select(), or score their texts with score()"
-        )
-    return list(string.ascii_uppercase[:count])
-
-
-def choice_question(options: Sequence[str], instruction: str) -> str:
-    """Return a question with lettered options. Raises: as :func:`option_letters`."""
-    lettered = zip(option_letters(len(options)), options, strict=True)
-    return "\n".join([*(f"{letter}. {option}" for letter, option in lettered), instruction])

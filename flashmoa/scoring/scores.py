@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from pydantic import BaseModel
+
 from flashmoa.engine import StreamUse
 
 
@@ -116,6 +118,31 @@ class Ranking:
 
     documents: list[RankedDocument]
     usage: PrefillUsage
+
+
+class ItemScores(BaseModel):
+    """The answer to one prompt: each candidate's tokens and log-probability."""
+
+    logprobs: list[float | None]
+    candidate_tokens: list[list[int]]
+    prefills: int
+    prompt_tokens: int
+    computed_tokens: int
+    # Of the only item's context, if it has a prompt stream.
+    streamed_tokens: int | None = None
+    prompt_stream: StreamUse | None = None
+
+    def scores(self, names: Sequence[str], lengths: Sequence[int] | None = None) -> Scores:
+        """Return the scores of named candidates; see :meth:`Scores.of`."""
+        logprobs = [-math.inf if value is None else value for value in self.logprobs]
+        usage = PrefillUsage(
+            self.prefills,
+            self.prompt_tokens,
+            self.prompt_tokens - self.computed_tokens,
+            self.streamed_tokens,
+            self.prompt_stream,
+        )
+        return Scores.of(names, logprobs, lengths, usage)
 
 
 def softmax(logprobs: Sequence[float]) -> list[float]:

@@ -81,13 +81,9 @@ async def test_answer_ends_before_the_stop_text_and_at_max_tokens(model: str) ->
     assert short.usage.completion_tokens == 3 and short.choices[0].finish_reason == "length"
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"tools": [TOOL]}, "agents pass on texts, not calls of tools"),
         ({"n": 2}, "n is 2: a question gets one answer"),
         ({"logprobs": True}, "answers come without log-probabilities"),
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'?"),

@@ -1,13 +1,17 @@
-"""Test links on real vLLM servers: same answers, and prompts that are cached when they come."""
+"""Test links and scores on real vLLM servers: same answers, prompts that are cached when they come,
+and scores that equal the log-probabilities of a completion.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+import httpx
 import pytest
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
@@ -17,6 +21,7 @@ from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.engine import EngineClient, EngineSettings, PromptUsage
 from flashmoa.observe import CallFinished, Event, LinkAdvanced, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
+from flashmoa.scoring import Scorer
 from tests.vllm.conftest import SERVED_NAME
 
 pytestmark = pytest.mark.slow
@@ -121,6 +126,28 @@ async def test_a_linked_autogen_team_answers_alike(servers: tuple[str, str], gui
         cached[choice] = usage.cached_tokens or 0
     assert texts["off"] == texts["prefill"]
     assert cached["prefill"] > 1000 > cached["off"]
+
+
+async def test_scores_equal_the_logprobs_of_a_completion(
+    engines: dict[Choice, list[EngineClient]], servers: tuple[str, str]
+) -> None:
+    """Score by ``/generative_scoring``; the first token that vLLM would write has a known score."""
+    url, engine = servers[0], engines["prefill"][0]
+    context = [{"role": "user", "content": "Is Pokhara worth a visit?"}]
+    asked = {"model": SERVED_NAME, "messages": context, "max_tokens": 1, "temperature": 0}
+    body = {**asked, "logprobs": True, "top_logprobs": 5}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        choice = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    [written] = choice["logprobs"]["content"]
+    likeliest = {one["token"]: one["logprob"] for one in written["top_logprobs"]}
+    candidates = [text for text in likeliest if text.isascii() and text.strip()]
+    scores = await Scorer(engine).score(context, candidates)
+    expected = [likeliest[text] for text in candidates]
+    assert scores.logprobs == pytest.approx(expected, abs=1e-3)
+    chosen = await Scorer(engine).select(context, ["lakes", "hills"])
+    assert math.isclose(sum(chosen.answers[0].probabilities), 1)
+    with_several = await Scorer(engine).score("We walk to", [" a lake near Pokhara", " the"])
+    assert all(one < 0 for one in with_several.logprobs)
 
 
 async def test_report_the_gain(

@@ -1,4 +1,4 @@
-"""Answer chat completions with mixtures, staircases and debates (``application``)."""
+"""Answer OpenAI's requests with mixtures, staircases, debates and councils (``application``)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from flashmoa.moa.serve.chat_completions import (
     ChatQuestion,
     ChatRequestRefused,
     Completion,
+    describe_agents,
     error_body,
     parse_object,
 )
+from flashmoa.moa.serve.responses import Response as ResponseBody
+from flashmoa.moa.serve.responses import read_response_request
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +65,16 @@ class ServeOptions:
 
 
 def application(systems: Sequence[ServedSystem], options: ServeOptions | None = None) -> Starlette:
-    """Return a server of OpenAI's chat completions and models, ``/health`` and ``/metrics``.
+    """Return a server of OpenAI's chat completions, responses and models, with ``/health``.
+
+    ``/metrics`` has its metrics for Prometheus.
 
     The server closes the connections to engines when it ends.
     """
     server = _Server(systems, options or ServeOptions())
     routes = [
         Route("/v1/chat/completions", server, methods=["POST"]),
+        Route("/v1/responses", server, methods=["POST"]),
         Route("/v1/models", server.list_models),
         Route("/v1/models/{name:path}", server.show_model),
         # These need no API key, as engines' do not.
@@ -124,13 +130,19 @@ class _Question:
 
     chat: ChatQuestion
     served: ServedSystem
+    form: Completion | ResponseBody
     metrics: _Metrics
     ending: str = "left"
     _started: float = field(default_factory=time.monotonic)
     _has_begun: bool = False
 
-    def make_completion(self) -> Completion:
-        return Completion(self.served.name, self.served.engine_names)
+    def describe(self, result: Result) -> dict[str, Any]:
+        """Return the field ``flashmoa`` of the answer's body."""
+        served, asked = self.served, self.chat.shows_answers
+        shows = served.show_answers if asked is None else asked
+        verdict = served.system.verdict(result)
+        agents = describe_agents(result, served.engine_names, shows_answers=shows)
+        return {**agents, **({"council": verdict} if verdict else {})}
 
     @asynccontextmanager
     async def answering(self) -> AsyncGenerator[Any]:
@@ -190,16 +202,20 @@ class _Server:
                 await system.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a chat completion."""
+        """Answer a chat completion, or a request of the Responses API."""
         request, name = Request(scope, receive), ""
         try:
             self._check_key(request)
             body = parse_object(await self._read(request))
             name = self._name_of(body.get("model"))
-            chat = ChatQuestion.parse(body)
+            is_response = request.url.path == "/v1/responses"
+            chat = ChatQuestion.parse(read_response_request(body) if is_response else body)
             served = self._find(chat.model)
+            form = Completion(served.name, chat.includes_usage)
+            if is_response:
+                form = ResponseBody(served.name, body)
             with self._place(served.name):
-                await self._answer(request, send, _Question(chat, served, self._metrics))
+                await self._answer(request, send, _Question(chat, served, form, self._metrics))
         except ChatRequestRefused as error:
             self._metrics.questions.labels(name, "refused").inc()
             response = await _refuse(request, error)
@@ -278,25 +294,24 @@ class _Server:
             status, body = question.fail(error)
         else:
             question.finish(result)
-            status, body = 200, question.make_completion().whole(result)
+            status, body = 200, question.form.whole(result, question.describe(result))
         await _AsciiResponse(body, status)(request.scope, request.receive, send)
 
     async def _stream(self, send: Send, question: _Question) -> None:
-        completion = question.make_completion()
-        async with sending_events(send, self._options.heartbeat_seconds) as send_event:
+        form, heartbeat = question.form, self._options.heartbeat_seconds
+        async with sending_events(send, heartbeat) as send_events:
             try:
                 async with question.answering() as run:
-                    await send_event(completion.chunk({"role": "assistant", "content": ""}))
+                    await send_events(form.begin())
                     async for piece in run:
                         question.begin()
-                        await send_event(completion.chunk({"content": piece}))
+                        await send_events(form.add(piece))
                     result = await run.result()
             except Exception as error:
-                await send_event(question.fail(error)[1])
+                await send_events(form.fail(question.fail(error)[1]))
                 return
             question.finish(result)
-            for body in completion.last_chunks(result, has_usage=question.chat.includes_usage):
-                await send_event(body)
+            await send_events(form.end(result, question.describe(result)))
 
     async def list_models(self, request: Request) -> Response:
         self._check_key(request)
@@ -321,8 +336,10 @@ class _Server:
 @asynccontextmanager
 async def sending_events(
     send: Send, heartbeat_seconds: float
-) -> AsyncGenerator[Callable[[Mapping[str, Any]], Awaitable[None]]]:
-    """Send the head of an answer, yield a function that sends an event with JSON, and end it.
+) -> AsyncGenerator[Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]]:
+    """Send the head of an answer, yield a function that sends events with JSON, and end it.
+
+    Events of the Responses API have a ``type``, which is also the event's name.
 
     Proxies and clients end silent connections. Therefore a comment is sent when there was no event
     for ``heartbeat_seconds``.
@@ -334,8 +351,10 @@ async def sending_events(
         last_sent = anyio.current_time()
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def send_event(body: Mapping[str, Any]) -> None:
-        await write(f"data: {json.dumps(body)}\n\n".encode())
+    async def send_events(bodies: Sequence[Mapping[str, Any]]) -> None:
+        for body in bodies:
+            name = f"event: {body['type']}\n" if "type" in body else ""
+            await write(f"{name}data: {json.dumps(body)}\n\n".encode())
 
     async def keep_alive() -> None:
         while True:
@@ -346,6 +365,6 @@ async def sending_events(
     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
     async with anyio.create_task_group() as group:
         group.start_soon(keep_alive)
-        yield send_event
+        yield send_events
         group.cancel_scope.cancel()
     await write(b"data: [DONE]\n\n", more=False)

@@ -25,7 +25,9 @@ from flashmoa.moa.settings import Sampling, suggest
 
 # Fields for an OpenAI account. They change no answer; the engine may use them.
 _ACCOUNT_FIELDS = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
-_NO_TOOLS = "agents pass on texts, not calls of tools; leave it out"
+# Fields that only the agent that writes the answer gets; without tools they mean nothing.
+_TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+_OLD_TOOLS = "it is the older form of tools; give tools and tool_choice"
 # Fields that no answer can follow: the values that ask for nothing, and why others are refused.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a question gets one answer; send it again for another"),
@@ -38,11 +40,8 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "agents write text; leave it out"),
     "prediction": ((), "answers cannot be predicted; leave it out"),
     "web_search_options": ((), "agents cannot search the web; leave it out"),
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "parallel_tool_calls": ((True, False), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), _OLD_TOOLS),
+    "function_call": (("none", "auto"), _OLD_TOOLS),
 }
 
 
@@ -67,7 +66,10 @@ class ChatQuestion:
             tool's.
         model: the name of the model; ``None`` if the body has none.
         includes_usage: whether the stream ends with the usage.
-        parameters: what the agent that writes the answer gets in place of its own sampling.
+        parameters: what the agent that writes the answer gets in place of its own sampling, and its
+            tools.
+        shows_answers: whether the answer's record has the texts of all agents; ``None``: as the
+            file says.
     """
 
     messages: Messages
@@ -75,6 +77,7 @@ class ChatQuestion:
     streams: bool
     includes_usage: bool
     parameters: dict[str, Any]
+    shows_answers: bool | None
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ChatQuestion:
@@ -82,26 +85,30 @@ class ChatQuestion:
         given = {name: value for name, value in body.items() if value is not None}
         for name, (neutral, reason) in _UNSUPPORTED.items():
             if name in given and given.pop(name) not in neutral:
-                _refuse(f"{name} is {_shown(body[name])}: {reason}", name, "unsupported_parameter")
+                refuse(f"{name} is {_shown(body[name])}: {reason}", name, "unsupported_parameter")
         try:
             fields = _Body.model_validate(given)
         except ValidationError as error:
             _refuse_invalid(error)
         options = fields.stream_options
         if options is not None and not fields.stream:
-            _refuse("stream_options needs stream: true; send it, too", "stream_options")
+            refuse("stream_options needs stream: true; send it, too", "stream_options")
         role = fields.messages[-1].role
         if role not in ("user", "tool"):
             advice = "agents answer a user's or a tool's message, so end the conversation with one"
-            _refuse(f"the last message has role {role!r}; {advice}", "messages")
+            refuse(f"the last message has role {role!r}; {advice}", "messages")
         messages = [message.model_dump(exclude_unset=True) for message in fields.messages]
-        parameters = {name: given[name] for name in _ACCOUNT_FIELDS if name in given}
+        if not fields.tools and fields.tool_choice not in (None, "none", "auto"):
+            refuse("tool_choice demands a tool, and there are no tools; give tools", "tool_choice")
+        passed_on = (*_ACCOUNT_FIELDS, *(_TOOL_FIELDS if fields.tools else ()))
+        parameters = {name: given[name] for name in passed_on if name in given}
         return cls(
             [_read_message(message, place) for place, message in enumerate(messages)],
             fields.model,
             bool(fields.stream),
             bool(options and options.include_usage),
             {**fields.given_parameters(), **parameters},
+            fields.flashmoa.show_answers if fields.flashmoa is not None else None,
         )
 
 
@@ -110,6 +117,12 @@ class _StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+
+
+class _OwnOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    show_answers: bool = False
 
 
 class _Message(BaseModel):
@@ -126,6 +139,10 @@ class _Body(Sampling):
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    flashmoa: _OwnOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -133,7 +150,8 @@ class _Body(Sampling):
     user: str | None = None
 
 
-def _refuse(message: str, param: str | None = None, code: str | None = None) -> NoReturn:
+def refuse(message: str, param: str | None = None, code: str | None = None) -> NoReturn:
+    """Raise ChatRequestRefused."""
     raise ChatRequestRefused(message, param=param, code=code)
 
 
@@ -155,7 +173,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
         if isinstance(body, dict):
             return body  # pyright: ignore[reportUnknownVariableType]
         problem = f"it is a JSON {type(body).__name__}"
-    _refuse(f"the body is not a chat completion request ({problem}); send an object with messages")
+    refuse(f"the body is not a chat completion request ({problem}); send an object with messages")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -168,14 +186,15 @@ def _refuse_invalid(error: ValidationError) -> NoReturn:
     path = [str(part) for part in problem["loc"]]
     name = path[0]
     if problem["type"] == "extra_forbidden":
-        known = _StreamOptions.model_fields if len(path) > 1 else {**_Body.model_fields}
+        options = {"stream_options": _StreamOptions, "flashmoa": _OwnOptions}
+        known = (options[name] if len(path) > 1 else _Body).model_fields
         advice = suggest(path[-1], known)
-        _refuse(f"there is no field {'.'.join(path)!r}: {advice}", name, "unknown_parameter")
+        refuse(f"there is no field {'.'.join(path)!r}: {advice}", name, "unknown_parameter")
     if problem["type"] == "missing" and name == "messages":
-        _refuse("messages is missing; send an object with messages", name)
+        refuse("messages is missing; send an object with messages", name)
     where = ".".join(path[:3])
     shown = "" if problem["type"] == "missing" else f" is {_shown(problem['input'])}"
-    _refuse(f"{where}{shown}: {problem['msg']}", name)
+    refuse(f"{where}{shown}: {problem['msg']}", name)
 
 
 def _read_message(message: dict[str, Any], place: int) -> dict[str, Any]:
@@ -184,7 +203,7 @@ def _read_message(message: dict[str, Any], place: int) -> dict[str, Any]:
     content: str | list[dict[str, Any]] | None = message.get("content")
     if content is None:
         if not (role == "assistant" and message.get("tool_calls")):
-            _refuse(f"messages.{place} has no content; give it a text", "messages")
+            refuse(f"messages.{place} has no content; give it a text", "messages")
         content = ""
     if isinstance(content, list):
         where = f"messages.{place}.content"
@@ -197,50 +216,60 @@ def _read_part(part: Mapping[str, Any], where: str) -> str:
     kind = part.get("type")
     if kind not in ("text", "refusal"):
         advice = "agents read each other's texts, so a question has text only; leave the part out"
-        _refuse(f"{where} has type {_shown(kind)}: {advice}", "messages", "unsupported_content")
+        refuse(f"{where} has type {_shown(kind)}: {advice}", "messages", "unsupported_content")
     if not isinstance(text := part.get(kind), str):
-        _refuse(f"{where} has no {kind}; give it one", "messages")
+        refuse(f"{where} has no {kind}; give it one", "messages")
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Makes an answer's bodies.
-
-    Attributes:
-        engines: see :func:`without_urls`.
-        identity, created: the same in all chunks of a streamed answer.
-    """
+    """Makes an answer's bodies. A streamed answer has the same id and time in all chunks."""
 
     model: str
-    engines: Mapping[str, str]
+    has_usage: bool
     identity: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, result: Result) -> dict[str, Any]:
-        """Return the body of a whole answer."""
-        message = {"role": "assistant", "content": result.text, "refusal": None}
+    def whole(self, result: Result, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body of a whole answer. ``record`` is the one of :func:`describe_agents`."""
+        content = result.text if result.text or not result.tool_calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if result.tool_calls:
+            message["tool_calls"] = [*result.tool_calls]
         choice = {"message": message, "finish_reason": result.finish_reason or "stop"}
         return {
             **self._head("chat.completion"),
             "choices": [{"index": 0, **choice, "logprobs": None}],
-            "usage": _count(result.final.usage),
-            "flashmoa": describe_agents(result, self.engines),
+            "usage": count(result.final.usage),
+            "flashmoa": record,
         }
 
-    def chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        """Return a chunk of a streamed answer."""
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the chunks before a streamed answer."""
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def add(self, piece: str) -> list[dict[str, Any]]:
+        """Return the chunks of the next piece of the text."""
+        return [self._chunk({"content": piece})]
+
+    def end(self, result: Result, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the chunks after the text: the calls, the finish reason, and the usage."""
+        calls = [{"index": number, **call} for number, call in enumerate(result.tool_calls)]
+        chunks = [self._chunk({"tool_calls": [call]}) for call in calls]
+        chunks.append({**self._chunk({}, result.finish_reason or "stop"), "flashmoa": record})
+        if self.has_usage:
+            head = self._head("chat.completion.chunk")
+            chunks.append({**head, "choices": [], "usage": count(result.final.usage)})
+        return chunks
+
+    def fail(self, error: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events of an answer that fails."""
+        return [error]
+
+    def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
-
-    def last_chunks(self, result: Result, *, has_usage: bool) -> list[dict[str, Any]]:
-        """Return the chunks after the text: the finish reason, and the usage if asked for."""
-        last = self.chunk({}, result.finish_reason or "stop")
-        last["flashmoa"] = describe_agents(result, self.engines)
-        if not has_usage:
-            return [last]
-        head = self._head("chat.completion.chunk")
-        return [last, {**head, "choices": [], "usage": _count(result.final.usage)}]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -248,7 +277,8 @@ class Completion:
         }  # fmt: skip
 
 
-def _count(usage: PromptUsage | None) -> dict[str, Any]:
+def count(usage: PromptUsage | None) -> dict[str, Any]:
+    """Return a usage in the form of chat completions."""
     usage = usage or PromptUsage(prompt_tokens=0, completion_tokens=0)
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -258,10 +288,14 @@ def _count(usage: PromptUsage | None) -> dict[str, Any]:
     }
 
 
-def describe_agents(result: Result, engines: Mapping[str, str]) -> dict[str, Any]:
+def describe_agents(
+    result: Result, engines: Mapping[str, str], *, shows_answers: bool
+) -> dict[str, Any]:
     """Return the records of all agents, and the question's cost.
 
-    Args: engines: see :func:`without_urls`.
+    Args:
+        engines: see :func:`without_urls`.
+        shows_answers: whether the records have the agents' texts.
     """
     substitution = None if result.substitution is None else asdict(result.substitution)
     if substitution is not None:
@@ -270,7 +304,7 @@ def describe_agents(result: Result, engines: Mapping[str, str]) -> dict[str, Any
         **asdict(result.spending),
         "in_one_request_for": [*result.in_one_request_for],
         "substitution": substitution,
-        "agents": [_describe_agent(agent, engines) for agent in result.agents],
+        "agents": [_describe_agent(agent, engines, shows_answers) for agent in result.agents],
     }
 
 
@@ -285,8 +319,10 @@ def without_urls(text: str, engines: Mapping[str, str]) -> str:
     return text
 
 
-def _describe_agent(agent: AgentAnswer, engines: Mapping[str, str]) -> dict[str, Any]:
-    usage = None if agent.usage is None else _count(agent.usage)
+def _describe_agent(
+    agent: AgentAnswer, engines: Mapping[str, str], shows_answer: bool
+) -> dict[str, Any]:
+    usage = None if agent.usage is None else count(agent.usage)
     seconds = None
     if agent.started is not None and agent.finished is not None:
         seconds = agent.finished - agent.started
@@ -297,6 +333,7 @@ def _describe_agent(agent: AgentAnswer, engines: Mapping[str, str]) -> dict[str,
         "retries": [without_urls(retry, engines) for retry in agent.retries],
         "usage": usage,
         "seconds": seconds,
+        **({"text": agent.text} if shows_answer else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Serve mixtures, staircases and debates of tiny models with the OpenAI API."""
+"""Serve mixtures, staircases, debates and councils of tiny models with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ layers = [{{models = ["agent", "long"]}}, {{models = ["long"]}}]
 kind = "debate"
 layers = [{{models = ["agent", "long"]}}, {{models = ["long"]}}]
 debate = {{rounds = 2}}
+
+[systems.council]
+kind = "council"
+layers = [{{models = ["agent", "long"]}}, {{models = ["long"]}}]
+judge = "agent"
+show_answers = true
 
 [systems.failing]                     # Its last aggregator cannot answer.
 layers = [

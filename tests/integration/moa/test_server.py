@@ -22,14 +22,14 @@ from tests.integration.support import wait_until_idle
 
 async def test_every_model_of_the_file_is_listed(openai_client: AsyncOpenAI) -> None:
     names = [model.id for model in (await openai_client.models.list()).data]
-    assert names == ["three", "stairs", "judged", "failing", "gone"]
+    assert names == ["three", "stairs", "judged", "council", "failing", "gone"]
     assert (await openai_client.models.retrieve("stairs")).id == "stairs"
     with pytest.raises(APIStatusError) as refused:
         await openai_client.models.retrieve("four")
     assert refused.value.status_code == 404 and refused.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize("name", ["three", "stairs", "judged"])
+@pytest.mark.parametrize("name", ["three", "stairs", "judged", "council"])
 async def test_streamed_answer_equals_the_unstreamed_one(
     openai_client: AsyncOpenAI, name: str
 ) -> None:
@@ -78,6 +78,63 @@ async def test_an_answer_has_the_asked_form(openai_client: AsyncOpenAI, name: st
     for body in (whole, chunks[-1]):
         in_one_request_for = extra(body).get("in_one_request_for")
         assert in_one_request_for == (["response_format"] if name == "stairs" else [])
+
+
+@pytest.mark.parametrize("name", ["three", "stairs", "council"])
+async def test_a_tool_is_called(openai_client: AsyncOpenAI, name: str) -> None:
+    """The engine's grammar makes the tiny model call the tool; the next turn has the result."""
+    path = {"type": "string", "enum": ["a.py"]}
+    parameters = {"type": "object", "properties": {"path": path}, "required": ["path"]}
+    function = {"name": "read", "description": "Reads a file.", "parameters": parameters}
+    asked: dict[str, Any] = {
+        "model": name, "messages": QUESTION, "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100,
+        "extra_body": {"ignore_eos": False},
+    }  # fmt: skip
+    whole = (await openai_client.chat.completions.create(**asked)).choices[0].message
+    assert whole.tool_calls and whole.tool_calls[0].type == "function"
+    called = whole.tool_calls[0].function
+    assert called.name == "read" and json.loads(called.arguments) == {"path": "a.py"}
+    stream: Any = await openai_client.chat.completions.create(**asked, stream=True)
+    choices = [chunk.choices[0] async for chunk in stream]
+    [[call]] = [choice.delta.tool_calls for choice in choices if choice.delta.tool_calls]
+    assert (call.index, call.function.arguments) == (0, called.arguments)
+    assert choices[-1].finish_reason == "tool_calls"
+    turn: dict[str, Any] = whole.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "x = 1"}
+    asked |= {"messages": [*QUESTION, turn, result], "tool_choice": "none", "max_tokens": 8}
+    answer = await openai_client.chat.completions.create(**{**asked, "extra_body": None})
+    assert answer.choices[0].message.content
+    assert extra(answer)["agents"][-1]["status"] == "used"
+
+
+async def test_a_council_tells_who_ranked_what(openai_client: AsyncOpenAI) -> None:
+    answer = await openai_client.chat.completions.create(model="council", messages=QUESTION)
+    agents = extra(answer)["agents"]
+    assert [agent["name"] for agent in agents] == ["1.1", "1.2", "2.1", "2.2", "2.3", "3.1"]
+    assert all(agent["text"] for agent in agents)
+    assert agents[-1]["text"] == answer.choices[0].message.content
+    verdict = extra(answer)["council"]
+    assert {one["agent"] for one in verdict["ranking"]} == {"1.1", "1.2"}
+    # The grammar begins the reviews, which eight tokens cut off.
+    assert all(agent["text"].startswith('{"re') for agent in agents[2:4])
+    assert agents[4]["text"].startswith('{"con') and verdict["comparison"] is None
+    # The reviewers' prompts are one up to their last question, and the engine computes it once.
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in agents[2:5]]
+    assert max(cached) > agents[2]["usage"]["prompt_tokens"] / 2
+
+
+@pytest.mark.parametrize("name", ["three", "stairs"])
+async def test_the_responses_api_answers_alike(openai_client: AsyncOpenAI, name: str) -> None:
+    chat = await openai_client.chat.completions.create(model=name, messages=QUESTION)
+    asked: dict[str, Any] = {"model": name, "input": QUESTION}
+    whole = await openai_client.responses.create(**asked)
+    stream: Any = await openai_client.responses.create(**asked, stream=True)
+    final = [event async for event in stream][-1].response
+    assert whole.output_text == final.output_text == chat.choices[0].message.content
+    assert whole.status == final.status == "incomplete"  # The agents' max_tokens cut it.
+    assert whole.usage is not None and chat.usage is not None
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
 
 
 async def test_a_client_of_openai_raises_the_error_of_a_stream(openai_client: AsyncOpenAI) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.scoring import Scorer
+from tests.event_loop import own_task
+from tests.integration.router.serving import serve
 
 Logprobs = Callable[[Sequence[int], Sequence[Sequence[int]]], list[float]]
 # The largest difference of two log-probabilities that counts as none.
@@ -72,3 +79,46 @@ async def scorer(client: EngineClient) -> Scorer:
 async def plain_client(plain_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
     async with EngineClient(plain_engine.url, timeout=60) as connected:
         yield connected
+
+
+@asynccontextmanager
+async def start_as_vllm(plain_engine: LocalEngine) -> AsyncGenerator[str]:
+    """Serve vLLM's routes in front of an SGLang engine. tests/vllm asks a real vLLM server."""
+    async with httpx.AsyncClient(base_url=plain_engine.url, timeout=60) as sglang:
+
+        async def score(request: Request) -> Response:
+            body = await request.json()
+            assert body.pop("model")
+            answer = await sglang.post("/v1/score", json=body)
+            rows = answer.raise_for_status().json()["scores"]
+            data = [
+                {"index": at, "object": "score", "score": row[0]} for at, row in enumerate(rows)
+            ]
+            return JSONResponse({"object": "list", "data": data[::-1], "usage": {}})
+
+        async def tokenize(request: Request) -> Response:
+            body = await request.json()
+            assert "messages" in body or "tokens" in body or isinstance(body["prompt"], str)
+            answer = await sglang.post(request.url.path, json=body)
+            return Response(answer.content, answer.status_code, media_type="application/json")
+
+        async def models(request: Request) -> Response:
+            return JSONResponse(
+                {"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 8192}]}
+            )
+
+        routes = [
+            Route("/v1/models", models),
+            Route("/generative_scoring", score, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", tokenize, methods=["POST"]),
+        ]
+        async with serve(Starlette(routes=routes)) as url:
+            yield url
+
+
+@pytest.fixture
+async def as_vllm(plain_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
+    """Return a client of a server with vLLM's routes."""
+    async with own_task(start_as_vllm(plain_engine)) as url, EngineClient(url) as client:
+        yield client

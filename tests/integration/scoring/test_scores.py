@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import httpx
@@ -16,7 +16,8 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.errors import EngineUnreachable, MalformedRequest, PluginMissing, PromptTooLarge
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
-from flashmoa.scoring.scorer import YES_OR_NO, Context, answer_candidate, question_item
+from flashmoa.scoring.contexts import answer_candidate, append_item, question_item
+from flashmoa.scoring.scorer import YES_OR_NO
 from flashmoa.scoring.scores import probability_mass, softmax
 from tests.integration.scoring.conftest import CHAT, EXACT, Logprobs
 from tests.integration.support import (
@@ -221,7 +222,7 @@ async def test_a_list_is_scored_in_one_request(
             found = await Scorer(client).select(context, ["lakes", "hills", "temples"])
             question = f"hills\n{YES_OR_NO}"
             direct = await Scorer(client).score(
-                with_question(context, question),
+                append_item(context, question_item(context, question)),
                 [answer_candidate(context, answer) for answer in ("Yes", "No")],
             )
             assert found.answers[1].logprobs == pytest.approx(direct.logprobs, abs=EXACT)
@@ -229,26 +230,41 @@ async def test_a_list_is_scored_in_one_request(
         assert paths == ["/v1/score"] * 6
 
 
-def with_question(context: Context, question: str) -> Context:
-    item = question_item(context, question)
-    if isinstance(context, str):
-        return context + item
-    *before, last = cast("list[dict[str, Any]]", context)
-    if last["role"] == "user":
-        return [*before, {**last, "content": last["content"] + item}]
-    return [*before, last, {"role": "user", "content": item}]
-
-
-async def test_engine_without_the_plugins_routes_is_named(
-    plain_client: EngineClient, words: Callable[[int, int], str]
+async def test_servers_own_routes_score_as_the_plugins_do(
+    scorer: Scorer, plain_client: EngineClient, as_vllm: EngineClient, tokenizer: Any
 ) -> None:
-    for call in (
-        Scorer(plain_client).score(words(40, 41), [" the"]),
-        Scorer(plain_client).select(CHAT, ["lakes"]),
-        Scorer(plain_client).rerank("Where?", ["Here."]),
-    ):
+    candidates: list[Any] = [" the", " Kathmandu and Pokhara", " a lake"]
+    contexts: list[Any] = ["We walk to", tokenizer.encode("We walk to")]
+    as_tokens = [tokenizer.encode(one) for one in candidates]
+    for client in (plain_client, as_vllm):
+        other = Scorer(client, concurrency=2)
+        for context in contexts:
+            for answers in (candidates, as_tokens) if isinstance(context, str) else (as_tokens,):
+                found = await other.score(context, answers)
+                expected = await scorer.score(context, answers)
+                assert_exact(found, expected.logprobs)
+                assert found.candidates == expected.candidates
+        assert_exact(
+            await other.classify(CHAT, ["Y"]), (await scorer.classify(CHAT, ["Y"])).logprobs
+        )
+        chosen = await other.select(CHAT, ["lakes", "hills"])
+        expected_choice = await scorer.select(CHAT, ["lakes", "hills"])
+        assert chosen.probabilities == pytest.approx(expected_choice.probabilities, abs=EXACT)
+        with pytest.raises(CandidateRefused, match="tokenised together with the context's end"):
+            await other.score("To Nep", ["al"])
+        with pytest.raises(CandidateRefused, match="the same tokens"):
+            await other.score("One", [" two", " two"])
         with pytest.raises(PluginMissing, match="has no scoring routes of the flashmoa-sglang"):
-            await call
+            await other.rerank("Where?", ["Here."])
+        salted = EngineClient(client.url, namespace={"cache_salt": "s"})
+        async with salted:
+            with pytest.raises(PluginMissing, match="ignores cache_salt"):
+                await Scorer(salted).score("One", [" two"])
+
+
+async def test_vllm_cuts_no_prompt_unnoticed(as_vllm: EngineClient) -> None:
+    with pytest.raises(PromptTooLarge, match="has room for"):
+        await Scorer(as_vllm).score([5] * 20_000, [[6]])
 
 
 async def test_rerank_puts_the_most_relevant_documents_first(

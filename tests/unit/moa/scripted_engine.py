@@ -24,8 +24,8 @@ from tests.unit.engine.faulty_engine import (
 NOWHERE = "http://127.0.0.1:9"
 PROMPT = AggregationPrompt("question-first", "Weigh:")
 # The answer of a model: pieces of text, ("thought", text) for thought that the engine's parser has
-# separated, and ("end", how) for an odd end: "cut", "hang", "abort", or "no usage" after the finish
-# reason.
+# separated, ("call", name) for a call of a tool in several pieces, and ("end", how) for an odd end:
+# "cut", "hang", "abort", or "no usage" after the finish reason.
 Script = Sequence[str | tuple[str, str]]
 
 
@@ -67,13 +67,19 @@ class ScriptedEngine:
                 elif body["model"] == "down":
                     await send(client, 503, {"error": {"message": "full", "code": "full"}})
                 else:
-                    await self._answer(client, self._scripts[body["model"]], body)
+                    await self._answer(client, self._script(body), body)
+
+    def _script(self, body: dict[str, Any]) -> Script:
+        """Return the script of a model; in a form with a name, ``MODEL FORM`` if there is one."""
+        form = (body.get("response_format") or {}).get("json_schema", {}).get("name")
+        return self._scripts.get(f"{body['model']} {form}") or self._scripts[body["model"]]
 
     async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:
         await start_events(client)
         limit, written = body.get("max_tokens") or len(script), 0
-        prompt = sum(len(message["content"].split()) for message in body["messages"])
+        prompt = sum(len((message["content"] or "").split()) for message in body["messages"])
         tells = "continuous_usage_stats" in body["stream_options"]
+        calls = 0
         for piece in script[:limit]:
             if piece == ("end", "hang"):
                 await anyio.sleep_forever()
@@ -82,6 +88,12 @@ class ScriptedEngine:
             if piece in (("end", "abort"), ("end", "no usage")):
                 await send_event(client, chunk({}, "abort" if piece[1] == "abort" else "stop"))
                 return
+            if isinstance(piece, tuple) and piece[0] == "call":
+                for call in call_pieces(piece[1]):
+                    indexed = {"index": calls, **call}
+                    await send_event(client, chunk({"tool_calls": [indexed]}))
+                calls, written = calls + 1, written + 1
+                continue
             name = "reasoning_content" if isinstance(piece, tuple) else "content"
             text = piece[1] if isinstance(piece, tuple) else piece
             logprobs = {"content": [{"logprob": -1.0 if name == "content" else -9.0}]}
@@ -90,11 +102,22 @@ class ScriptedEngine:
             written += 1 + text.count("+")
             usage = {"prompt_tokens": prompt, "completion_tokens": written}
             await send_event(client, {**event, "usage": usage if tells else None})
-        await send_event(client, chunk({}, "stop" if limit >= len(script) else "length"))
+        ending = "tool_calls" if any(piece[0] == "call" for piece in script) else "stop"
+        await send_event(client, chunk({}, ending if limit >= len(script) else "length"))
         usage = {"prompt_tokens": prompt, "completion_tokens": written}
         await send_event(client, {**chunk({}), "choices": [], "usage": usage})
         await send_event(client, "[DONE]")
         await client.send(b"0\r\n\r\n")
+
+
+def call_pieces(name: str) -> list[dict[str, Any]]:
+    """Return the pieces of a call of a tool with one argument."""
+    begin = {"id": f"call_{name}", "type": "function"}
+    return [
+        {**begin, "function": {"name": name, "arguments": ""}},
+        {"function": {"arguments": '{"path": '}},
+        {"function": {"arguments": '"a.py"}'}},
+    ]
 
 
 @asynccontextmanager

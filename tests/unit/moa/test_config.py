@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from flashmoa.moa import (
     AggregationPrompt,
+    ChairPrompt,
+    Council,
     Debate,
     Limits,
     MixtureOfAgents,
     Quorum,
+    ReviewPrompt,
     Staircase,
     Steps,
 )
@@ -122,6 +125,20 @@ def test_agents_take_turns_at_their_models_engines(tmp_path: Path) -> None:
     assert urls == [["http://a", "http://b"], ["http://b", "http://a"], ["http://a", "http://b"]]
 
 
+def test_a_council_is_built(tmp_path: Path) -> None:
+    members = '{models = [{engine = "http://a", repeat = 2}]}'
+    chairman = '{models = [{engine = "http://b"}], instruction = "Decide:"}'
+    quorum = "quorum = {answers = 2, seconds = 9}"
+    text = f'kind = "council"\n{quorum}\nlayers = [{members}, {chairman}]'
+    council = build(tmp_path, text)
+    assert isinstance(council, Council) and council.quorums == [Quorum(2, 9), None]
+    assert council.prompts == [ReviewPrompt(), ChairPrompt(instruction="Decide:")]
+    urls = [[model.engine.url for model in layer] for layer in council.layers]
+    assert urls == [["http://a"] * 2, ["http://a", "http://a", "http://b"], ["http://b"]]
+    judged = build(tmp_path, f'judge = {{engine = "http://c"}}\n{text}')
+    assert judged.layers[1][-1].engine.url == "http://c"
+
+
 def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
     layers = '[[layers]]\nmodels = [{engine = "http://a", repeat = 2}]\n'
     last = '[[layers]]\nmodels = [{engine = "http://a"}]\n'
@@ -152,6 +169,8 @@ def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
         ('[[layers]]\nmodels = [{model = "m"}]', "a model needs engine = 'URL'"),
         ('kind = "debate"\ndebate = {rounds = 0}\n@2\n@1', "at least one round; rounds is 0"),
         ('kind = "debate"\n@1\n@1', "a debate needs at least two debaters; there are 1"),
+        ('kind = "council"\n@1\n@1', "at least two members; there are 1"),
+        ('kind = "council"\njudge = {engine = "http://j", repeat = 2}\n@2\n@1', "has one judge"),
         ('kind = "staircase"\nstaircase = {first = 0}\n@2\n@1', "staircase.first: Input should be"),
         ("early_exit = {embedder = 'http://e', tau = 7}\n@3\n@1", "early_exit.tau: Input should"),
         ("early_exit = {tau = 0.5}\n@3\n@1", "early_exit.embedder: Field required"),
@@ -274,4 +293,4 @@ def test_examples_of_the_documentation_are_valid() -> None:
     page = (ROOT / "docs" / "mixture-of-agents.md").read_text()
     examples = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     served = [one for text in examples for one in read_tables(tomllib.loads(text))]
-    assert {type(one.system) for one in served} == {MixtureOfAgents, Staircase, Debate}
+    assert {type(one.system) for one in served} == {MixtureOfAgents, Staircase, Debate, Council}

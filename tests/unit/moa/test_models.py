@@ -56,3 +56,7 @@ async def test_a_tool_call_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert await Model(CLIENT).fits(prompt, 100_000)
     assert await room_for_answers([Model(CLIENT)], prompt, [10]) is None
+    set_numbers(monkeypatch, context_length=100_000, _count_tokens=95_000)
+    tool = {"type": "function", "function": {"name": "look", "description": "x" * 99_000}}
+    with_tool = Model(CLIENT, sampling={"tools": [tool]})
+    assert await room_for_answers([with_tool], prompt, [10]) == 100_000 - 1024 - 95_000

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from itertools import islice
+from itertools import islice, pairwise
+from typing import Any
 
 import anyio
 import pytest
@@ -14,7 +15,7 @@ from flashmoa import Text, Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.errors import EngineTimeout
 from flashmoa.moa import Steps
-from flashmoa.moa.prompts import AggregationPrompt, ChunkedText, fair_shares
+from flashmoa.moa.prompts import AggregationPrompt, ChunkedText, fair_shares, transcript
 from tests.event_loop import own_task
 
 TALK = [
@@ -23,6 +24,31 @@ TALK = [
     {"role": "assistant", "content": "Hello!"},
     {"role": "user", "content": "What is 1 + 1?"},
 ]
+
+
+CALLS = [
+    {"role": "assistant", "content": text, "tool_calls": [{"id": "1", "function": {
+        "name": "f", "arguments": "{}"}}]} for text in (None, "I look.")
+]  # fmt: skip
+RESULTS = [{"role": "tool", "tool_call_id": id_, "content": id_} for id_ in ("1", "2")]
+messages = st.lists(st.sampled_from([*TALK[1:], *CALLS, *RESULTS]), max_size=8)
+
+
+@given(question=messages.map(lambda found: [TALK[0], *found, TALK[-1]]), advises=st.booleans())
+def test_a_transcript_has_every_text_and_no_tools(question: Any, *, advises: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}] if advises else []
+    found = transcript(question, tools)
+    assert not any("tool_calls" in one or one["role"] == "tool" for one in found)
+    texts = [one["content"] for one in question if one["content"]]
+    text, place = "\n".join(one["content"] for one in found), 0
+    for each in texts:
+        place = text.index(each, place) + len(each)
+    if not any("tool_calls" in one or one["role"] == "tool" for one in question):
+        assert found[1:] == question[1:] and (advises or found == question)
+    else:
+        roles = [one["role"] for one in found]
+        assert not any(pair == ("user", "user") for pair in pairwise(roles))
+    assert ("- f: no description" in found[0]["content"]) == advises
 
 
 def test_answers_first_is_the_system_message() -> None:

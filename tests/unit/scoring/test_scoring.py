@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.scoring import PrefillUsage, Scores, scorer
+from flashmoa.scoring import PrefillUsage, Scores, contexts
 from flashmoa.scoring.bulk import BadLine, Line, make_record, read_batches, work_in_order
 from flashmoa.scoring.scores import probability_mass, softmax
 
@@ -45,35 +45,35 @@ def test_probability_mass_scales_the_softmax(values: list[float]) -> None:
 
 @given(st.integers(min_value=1, max_value=26))
 def test_every_option_has_its_own_letter(count: int) -> None:
-    found = scorer.option_letters(count)
+    found = contexts.option_letters(count)
     assert len(set(found)) == count == len(found)
-    question = scorer.choice_question([f"option {number}" for number in range(count)], "Which?")
+    question = contexts.choice_question([f"option {number}" for number in range(count)], "Which?")
     assert question.splitlines()[-2] == f"{found[-1]}. option {count - 1}"
 
 
 @pytest.mark.parametrize("count", [0, 27])
 def test_too_many_options_for_letters_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"not for {count}"):
-        scorer.option_letters(count)
+        contexts.option_letters(count)
 
 
 def test_a_question_continues_the_users_message() -> None:
     user, model = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
-    assert scorer.question_item("Text", "Which?") == "\n\nWhich?\nAnswer:"
-    assert scorer.question_item([user], "Which?") == "\n\nWhich?"
-    assert scorer.question_item([user, model], "Which?") == "Which?"
-    assert scorer.question_item([{"role": "user", "content": None}], "Which?") == "Which?"
+    assert contexts.question_item("Text", "Which?") == "\n\nWhich?\nAnswer:"
+    assert contexts.question_item([user], "Which?") == "\n\nWhich?"
+    assert contexts.question_item([user, model], "Which?") == "Which?"
+    assert contexts.question_item([{"role": "user", "content": None}], "Which?") == "Which?"
 
 
 def test_contexts_are_text_tokens_or_messages() -> None:
-    assert [scorer.context_kind(one) for one in ("x", [1], [{"role": "user"}])] == [
+    assert [contexts.context_kind(one) for one in ("x", [1], [{"role": "user"}])] == [
         "text",
         "tokens",
         "messages",
     ]
     for wrong in ([], [True], [1, "x"], [None]):
         with pytest.raises(ValueError, match="not empty"):
-            scorer.context_kind(wrong)  # type: ignore[arg-type]
+            contexts.context_kind(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

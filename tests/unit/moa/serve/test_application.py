@@ -88,6 +88,20 @@ def test_each_url_has_the_name_of_its_own_engine(text: str, seen: str) -> None:
     assert without_urls(text, ENGINES) == seen
 
 
+@pytest.mark.parametrize(("in_file", "asked"), [(False, True), (True, None), (True, False)])
+async def test_answers_of_all_agents_are_shown_on_request(
+    *, in_file: bool, asked: bool | None
+) -> None:
+    more = {} if asked is None else {"flashmoa": {"show_answers": asked}}
+    plain = [{"model": "plain"}]
+    async with serving(SCRIPTS, plain, plain, show_answers=in_file) as (engine, http):
+        records = (await ask(http, **more)).json()["flashmoa"]
+    shown = [agent.get("text") for agent in records["agents"]]
+    assert shown == ["It is 18." if asked is not False else None] * 2
+    assert records["completion_tokens"] == 4
+    assert not any("flashmoa" in body for body in engine.bodies)
+
+
 class Client:
     """Records the bytes of an event stream, and tells when a second heartbeat has come."""
 
@@ -104,11 +118,11 @@ class Client:
 @pytest.mark.parametrize("seconds", [0.001, 3600])
 async def test_comments_are_sent_only_without_events(seconds: float) -> None:
     client = Client()
-    async with sending_events(client, seconds) as send_event:
+    async with sending_events(client, seconds) as send_events:
         if seconds < 1:
             with anyio.fail_after(30):
                 await client.has_beaten_twice.wait()
-        await send_event({"text": "é\u2028"})
+        await send_events([{"text": "é\u2028"}])
     parts = client.data.split(b"\n\n")
     sent = [part for part in parts if not part.startswith(b":")]
     assert sent == [b'data: {"text": "\\u00e9\\u2028"}', b"data: [DONE]", b""]

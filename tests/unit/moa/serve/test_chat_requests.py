@@ -14,7 +14,9 @@ from flashmoa.moa.settings import Sampling
 
 QUESTION = [{"role": "user", "content": "Why?"}]
 ACCOUNT = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"}
-KNOWN = {*Sampling.model_fields, *ACCOUNT, "messages", "model", "stream", "stream_options"}
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+OPTIONS = {"messages", "model", "stream", "stream_options", "flashmoa"}
+KNOWN = {*Sampling.model_fields, *ACCOUNT, *TOOLS, *OPTIONS}
 
 
 def parse(**body: Any) -> ChatQuestion:
@@ -95,6 +97,8 @@ UNKNOWN = "unknown_parameter"
         ("response_format", {"type": "xml"}, None, "'json_object'"),
         ("stream_options", {}, None, "send it, too"),
         ("stream_options", {"include_usag": True}, UNKNOWN, "did you mean 'include_usage'?"),
+        ("flashmoa", {"show_answer": True}, UNKNOWN, "did you mean 'show_answers'?"),
+        ("tool_choice", "required", None, "there are no tools; give tools"),
     ],
 )
 def test_a_field_that_none_can_follow_is_refused(

@@ -29,17 +29,16 @@ EVERYWHERE: dict[str, Any] = {
     "ignore_eos": True, "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto",
 }  # fmt: skip
 OF_ONE_REQUEST: dict[str, Any] = {
+    "tools": TOOLS,
     "response_format": FORM, "regex": "x", "ebnf": "root ::= 'x'", "stop_regex": "x",
     "stop_token_ids": [7], "no_stop_trim": True, "min_tokens": 1,
 }  # fmt: skip
 NOWHERE: dict[str, tuple[Any, str]] = {
-    "tools": (TOOLS, "agents pass on texts, not calls of tools; leave it out"),
-    "tool_choice": ("required", 'tool_choice is "required": agents pass on texts'),
     "n": (2, "n is 2: a question gets one answer; send it again for another"),
     "best_of": (2, "best_of is 2: a question gets one answer"),
     "logprobs": (True, "logprobs is true: answers come without log-probabilities"),
     "top_logprobs": (2, "top_logprobs is 2: answers come without log-probabilities"),
-    "functions": ([{"name": "f"}], "agents pass on texts"),
+    "functions": ([{"name": "f"}], "give tools and tool_choice"),
     "prediction": ({"type": "content"}, "answers cannot be predicted"),
     "store": (True, "store is true: nothing is stored here"),
     "web_search_options": ({}, "agents cannot search the web"),
@@ -67,6 +66,8 @@ def test_every_parameter_is_tested() -> None:
 @pytest.mark.parametrize("more", [{}, {**OF_ONE_REQUEST, "stop": ["#"]}], ids=["parts", "whole"])
 async def test_parameters_reach_the_agent_that_answers(kind: str, more: Any) -> None:
     given = {**EVERYWHERE, **more}
+    if "tools" in given:
+        given |= {"tool_choice": "auto", "parallel_tool_calls": False}
     async with three_agents(kind) as (engine, http):
         answer = await ask(http, **given)
     assert answer.status_code == 200, answer.text

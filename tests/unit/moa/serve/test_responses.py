@@ -1,0 +1,152 @@
+"""The Responses API, as OpenAI's client reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import APIStatusError, AsyncOpenAI
+
+from flashmoa.moa.serve.chat_completions import ChatRequestRefused
+from flashmoa.moa.serve.responses import read_response_request
+from tests.unit.moa.scripted_engine import Script, ScriptedEngine
+from tests.unit.moa.serve.served import serving
+
+SCRIPTS: dict[str, Script] = {
+    "plain": ["It is ", "18."],
+    "calls": ["I look.", ("call", "read"), ("call", "list")],
+    "cut": ["It", ("end", "cut")],
+}
+TOOL: dict[str, Any] = {
+    "type": "function", "name": "read", "description": "Reads.", "strict": True,
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}  # fmt: skip
+INPUT: list[Any] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Mend it."}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+    {"type": "function_call", "call_id": "1", "name": "read", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "x = 1"},
+]
+
+
+@asynccontextmanager
+async def connected(last: str) -> AsyncGenerator[tuple[ScriptedEngine, AsyncOpenAI]]:
+    async with (
+        serving(SCRIPTS, [{"model": "plain"}], [{"model": last}]) as (engine, http),
+        AsyncOpenAI(base_url=f"{http.base_url}/v1/", api_key="-", max_retries=0) as client,
+    ):
+        yield engine, client
+
+
+async def test_a_text_is_answered_whole_and_streamed() -> None:
+    async with connected("plain") as (engine, client):
+        asked: dict[str, Any] = {"model": "moa", "input": "What?", "instructions": "Be brief."}
+        whole = await client.responses.create(**asked, max_output_tokens=9, temperature=0.5)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+    assert whole.output_text == final.output_text == "It is 18."
+    assert whole.status == final.status == "completed" and whole.temperature == 0.5
+    assert whole.usage is not None and whole.usage.output_tokens == 2
+    extra: Any = whole.model_extra
+    assert len(extra["flashmoa"]["agents"]) == 2
+    assert [event.type.removeprefix("response.") for event in events] == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.delta", "output_text.done", "content_part.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = engine.bodies[1]
+    assert last["max_tokens"] == 9
+    assert last["messages"][0]["content"].startswith("Be brief.")
+
+
+async def test_calls_of_tools_are_items() -> None:
+    async with connected("calls") as (engine, client):
+        asked: dict[str, Any] = {
+            "model": "moa", "input": INPUT, "tools": [TOOL], "store": False,
+            "tool_choice": {"type": "function", "name": "read"}, "parallel_tool_calls": True,
+            "include": ["reasoning.encrypted_content"], "reasoning": {"effort": "low"},
+            "text": {"format": {"type": "json_object"}},
+        }  # fmt: skip
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+    for response in (whole, final):
+        text, *calls = response.output
+        assert text.type == "message"
+        found = [call for call in calls if call.type == "function_call"]
+        assert [(call.call_id, call.name) for call in found] == [
+            ("call_read", "read"), ("call_list", "list")
+        ]  # fmt: skip
+        assert json.loads(found[0].arguments) == {"path": "a.py"}
+    added = [event for event in events if event.type == "response.output_item.added"]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [one.output_index for one in added] == [one.output_index for one in done] == [0, 1, 2]
+    last = next(body for body in engine.bodies if body["model"] == "calls")
+    function = {name: value for name, value in TOOL.items() if name != "type"}
+    assert last["tools"] == [{"type": "function", "function": function}]
+    assert last["tool_choice"] == {"type": "function", "function": {"name": "read"}}
+    assert last["reasoning_effort"] == "low"
+    assert last["response_format"] == {"type": "json_object"}
+    assert [one["role"] for one in last["messages"]][-3:] == ["assistant", "tool", "user"]
+
+
+async def test_failures_are_reported() -> None:
+    async with connected("cut") as (_, client):
+        with pytest.raises(APIStatusError, match="part of its prompt is stored") as refused:
+            await client.responses.create(model="moa", input="?", previous_response_id="resp_1")
+        assert refused.value.status_code == 400
+    async with serving(SCRIPTS, [{"model": "cut"}], [{"model": "cut"}]) as (_, http):
+        body = {"input": "What?", "stream": True}
+        answer = await http.post("/v1/responses", json=body)
+    *_, last = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+    failed = json.loads(last.removeprefix("data: "))
+    assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
+    assert failed["response"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": None}, "input"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["web_search_call.results"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": "x"}, "text"),
+        ({"temprature": 1}, "temprature"),
+        ({"store": True}, "store"),
+        ({"max_tool_calls": 2}, "max_tool_calls"),
+    ],
+)
+async def test_what_cannot_be_followed_is_refused(fields: dict[str, Any], param: str) -> None:
+    async with serving(SCRIPTS, [{"model": "plain"}], [{"model": "plain"}]) as (_, http):
+        answer: httpx.Response = await http.post("/v1/responses", json={"input": "?", **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["type", "role"]), inner),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(
+    ["input", "instructions", "text", "reasoning", "tools", "tool_choice", "include"]
+), json_values))  # fmt: skip
+def test_any_object_is_read_or_refused(body: dict[str, Any]) -> None:
+    try:
+        assert "messages" in read_response_request(body)
+    except ChatRequestRefused as error:
+        assert error.param and str(error)

@@ -366,8 +366,7 @@ class MeasuredTables:
         together = self._other_than_attention(
             prefills.requests + decodes, prefills.tokens + decodes
         )
-        attention = self._attention(prefills)
-        return together + attention + self._decode_attention(decodes, forward.context)
+        return together + self._attention(prefills) + self._kv_reads(forward)
 
     @lru_cache(maxsize=4096)  # noqa: B019 - there is one object for the whole process
     def _decode(self, requests: int, context: int) -> float:
@@ -405,10 +404,23 @@ class MeasuredTables:
             prefix=prefills.cached,
             mode="static_ctx",
         )
-        tabulated = sum(ms for name, ms, *_ in operations if "attention" in name) / 1000
-        # The tables lack short prefills; the package extrapolates them by arithmetic alone. They
-        # read at least as much KV as decodes behind the same contexts, which the tables have.
-        return max(tabulated, self._decode_attention(prefills.requests, prefills.cached + new))
+        return sum(ms for name, ms, *_ in operations if "attention" in name) / 1000
+
+    def _kv_reads(self, forward: Forward) -> float:
+        """Return the attention's seconds for the KV of all requests that have some.
+
+        The tables have no prefills behind cached tokens. The package gives such a prefill its share
+        of the compared pairs of the whole prompt's prefill. The rest of the pairs takes the time of
+        a decode behind the same context: to start, and to read the cached KV. One kernel computes
+        the attention of a mixed batch, so prefills count as more requests of the same decode.
+        """
+        prefills, decodes = forward.prefills, forward.decodes
+        end = prefills.cached + prefills.tokens / prefills.requests
+        rest = (prefills.cached / end) ** 2
+        requests = prefills.requests + decodes
+        context = round((prefills.requests * end + decodes * forward.context) / requests)
+        alone = self._decode_attention(decodes, forward.context)
+        return (1 - rest) * alone + rest * self._decode_attention(requests, context)
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def _decode_attention(self, requests: int, context: int) -> float:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from functools import cache
+from importlib.resources import files
+from itertools import product
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import pandas
 import pytest
 from flashmoa_bench.modelled_gpu.gpu import (
     Forward,
@@ -26,6 +31,8 @@ from flashmoa_bench.modelled_gpu.hash_model import write_hash_model
 from flashmoa_bench.modelled_gpu.hooks import Clock, TimedForwards, TimedTransfers, describe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.conftest import ROOT
 
 QWEN = "Qwen/Qwen3-32B"
 REQUESTS = st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 4000)), min_size=1)
@@ -56,13 +63,68 @@ def prefill(cached: int, new: int) -> Forward:
 
 
 def test_measured_times_are_those_of_the_package(tables: MeasuredTables) -> None:
-    for cached, new in ((0, 1), (0, 2048), (2000, 64), (8000, 512)):
-        expected = tables.engine.predict_prefill_latency(1, cached + new, cached) / 1000
-        assert tables.seconds(prefill(cached, new)) == pytest.approx(expected)
+    for new in (1, 2048):
+        expected = tables.engine.predict_prefill_latency(1, new, 0) / 1000
+        assert tables.seconds(prefill(0, new)) == pytest.approx(expected)
     for requests, context in ((1, 100), (8, 2000), (64, 4000)):
         expected = tables.engine.predict_decode_latency(requests, context) / 1000
         assert tables.seconds(Forward(decodes=requests, context=context)) == pytest.approx(expected)
     assert tables.seconds(Forward()) == 0
+
+
+def nvidia_rows(gpu: str, kind: str) -> dict[tuple[int, ...], float]:
+    """Return NVIDIA's seconds by requests, query heads, KV heads, and tokens of a request."""
+    folder = Path(str(files("aiconfigurator_core"))) / "systems" / "data" / gpu / "attention"
+    (file,) = folder.glob(f"sglang/*/{kind}_attention_perf.parquet")
+    wanted = {"head_dim": 128, "kv_cache_dtype": "bfloat16", "attn_dtype": "bfloat16"}
+    table = pandas.read_parquet(file)
+    for name, value in {**wanted, "window_size": 0}.items():
+        table = table[table[name] == value] if name in table else table
+    heads = zip(table.batch_size, table.num_heads, table.num_key_value_heads, strict=True)
+    tokens = table.isl + table.step
+    return {
+        (*each, length): milliseconds / 1000
+        for each, length, milliseconds in zip(heads, tokens, table.latency, strict=True)
+    }
+
+
+def errors_behind_prefixes(gpu: str) -> dict[str, list[float]]:
+    """Return modelled over NVIDIA's times of attention kernels, less 1, where rows do equal work.
+
+    Decodes: 8 requests with a KV head each, and N times as many query heads, compare the same
+    queries with as much KV as N tokens of one request with 8 KV heads. Prompts: one as long as the
+    prefix, with fewer heads, compares as many pairs. The package is without this project's part.
+    """
+    decodes, prompts = nvidia_rows(gpu, "generation"), nvidia_rows(gpu, "context")
+    errors: dict[str, list[float]] = defaultdict(list)
+    for name, heads in (("Qwen/Qwen3-8B", 32), (QWEN, 64)):
+        tables, layers = MeasuredTables(gpu, name), Model.load(name).layers
+        for new, cached in product((16, 32, 64, 128, 256, 512), (512, 1024, 2048, 4096, 8192)):
+            queries, kind = new * heads // 8, "decodes"
+            row = decodes.get((8, queries, 1, cached))
+            if queries > 128:
+                equal = round(2 * heads * new * (cached + new / 2) / cached**2)
+                row, kind = prompts.get((1, equal, 1, cached)), "prompts"
+            if row is not None:
+                # Around the kernel: norms, rotary embeddings and the write of KV.
+                around = tables._attention(Prefills(1, new)) / layers - prompts[1, heads, 8, new]
+                package = tables._attention(Prefills(1, new, cached)) / layers - around
+                ours = package + tables._kv_reads(Forward(Prefills(1, new, cached))) / layers
+                errors[f"package, {kind}"].append(package / row - 1)
+                errors[f"here, {kind}"].append(ours / row - 1)
+    return errors
+
+
+@pytest.mark.parametrize("gpu", ["a100_sxm", "h100_sxm", "h200_sxm"])
+def test_the_published_errors_behind_prefixes(gpu: str) -> None:
+    errors = errors_behind_prefixes(gpu)
+    assert abs(median(errors["here, decodes"])) < 0.1
+    cells = [
+        f"{100 * median(found):+.0f} % ({100 * min(found):+.0f} to {100 * max(found):+.0f})"
+        for found in errors.values()
+    ]
+    line = f"| {gpu} | {' | '.join(cells)} |"
+    assert line in (ROOT / "docs" / "modelled-gpus.md").read_text().splitlines()
 
 
 def test_a_mixed_forward_costs_less_than_its_parts(tables: MeasuredTables) -> None:

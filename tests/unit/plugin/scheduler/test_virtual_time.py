@@ -88,10 +88,10 @@ def test_time_is_virtual_and_the_same_each_time() -> None:
     ("gpu", "workload", "most"),
     [
         (A100_32B, chains("8:1200/150:2000/60"), 0.91),
-        (A100_32B, chains("8:1200/300:8000/100"), 0.91),
+        (A100_32B, chains("8:1200/300:8000/100"), 0.92),
         (A100_32B, chains("16:1200/300:4000/200"), 0.92),
         (H200_32B, chains("6:1200/200:6000/60"), 0.95),
-        (H200_8B, chains("8:1200/300:8000/100", 0.07), 0.97),
+        (H200_8B, chains("8:1200/300:8000/100", 0.07), 0.98),
         (L40S_8B, chains("8:1200/150:2000/60"), 0.97),
     ],
 )
@@ -177,7 +177,7 @@ def test_shortest_job_first_shortens_workflows() -> None:
             play(*gpu, workload, linked(order, running=4)).latency for order in ("sglang", "sjf")
         )
         assert shortest < 0.93 * first
-        assert first < 1.02 * best_of_stock(*gpu, workload, running=4).latency
+        assert first < 1.03 * best_of_stock(*gpu, workload, running=4).latency
 
 
 def test_fixed_sizes_are_nearly_as_good() -> None:

@@ -517,9 +517,9 @@ def _run_of_thread() -> Run | None:
 def calling_agent() -> str:
     """Return the name of the calling agent, or else the user's functions that call.
 
-    The agent's name is given by :func:`agent`, LangGraph (the node), Pydantic AI, the Agents SDK or
-    CrewAI (the role). Functions have the lines of their calls, the outermost first
-    (``main:12 > ask:31``).
+    The agent's name is given by :func:`agent`, LangGraph (the nodes, ``writer > agent``), Pydantic
+    AI, the Agents SDK or CrewAI (the role). Functions have the lines of their calls, the outermost
+    first (``main:12 > ask:31``).
     """
     finders = (_agent.get, _langgraph_node, _pydantic_ai_agent, _crewai_agent, _agents_sdk_agent)
     names = (find() for find in finders)
@@ -530,16 +530,20 @@ def calling_agent() -> str:
 def agent(name: str) -> AbstractContextManager[None]:
     """Name the agent that makes the calls in this context, in reports, traces and logs.
 
-    Without a name, a call has the name of its LangGraph node or its agent of Pydantic AI or the
+    Without a name, a call has the names of its LangGraph nodes or its agent of Pydantic AI or the
     Agents SDK, the role of its CrewAI agent, or else the lines of code that make it.
     """
     return setting(_agent, name)
 
 
-def _langgraph_node() -> object:
+def _langgraph_node() -> str | None:
     module: Any = sys.modules.get("langchain_core.runnables.config")
     config: Any = module.var_child_runnable_config.get() if module is not None else None
-    return config.get("metadata", {}).get("langgraph_node") if config else None
+    # "writer:ID|agent:ID" in an agent within a node: each of LangGraph's own agents has this node.
+    place = config.get("metadata", {}).get("langgraph_checkpoint_ns") if config else None
+    steps = (step.partition(":")[0] for step in (place or "").split("|"))
+    # A number tells graphs apart that one node runs.
+    return " > ".join(step for step in steps if not step.isdecimal())
 
 
 def _pydantic_ai_agent() -> object:

@@ -3,8 +3,8 @@
     python -m tests.coverage [FRAMEWORK ...] [--at-once N] [--json FILE]
 
 starts an engine with a tiny model on this CPU, runs each program of `tests/coverage` twice linked
-and once unlinked, and prints a table. It runs in a clone after `make setup`; frameworks that are not
-in `.venv` need `make .venvs/frameworks/.ready .venvs/frameworks-openai2/.ready`.
+and once unlinked, and prints a table. It runs in a clone after `make setup`. Most frameworks need
+`make .venvs/frameworks/.ready .venvs/frameworks-openai2/.ready`, too.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ async def measure_all(frameworks: list[str], at_once: int) -> list[Row]:
 
 def table(rows: list[Row]) -> Iterator[str]:
     """Yield the lines of the table, in Markdown."""
-    yield "| framework | agents are composed by | tools | linked: first run | second run | streamed | not linked, not streamed: why |"
-    yield "|---|---|---|---|---|---|---|"
+    names = ("framework", "agents", "tools", "linked, first run", "second run", "streamed", "why")
+    yield f"| {' | '.join(names)} |"
+    yield f"|{'---|' * len(names)}"
     for row in rows:
         cells = [row["framework"], row["composition"], "yes" if row["tools"] else "no"]
         if "error" in row:

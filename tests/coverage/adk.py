@@ -117,13 +117,16 @@ BUILDS: dict[str, tuple[Callable[[Make], Any], Callable[[bool], Script]]] = {
     "AgentTool": (agent_tool, ask_experts),
 }
 PROGRAMS = [
-    Program(
-        name, tools, partial(play, build, tools), partial(script, tools), adapter=True
-    )
+    Program(name, tools, partial(play, build, tools), partial(script, tools), adapter=True)
     for name, (build, script) in BUILDS.items()
     for tools in (False, True)
 ] + [
-    learned(f"{name}, in run()", tools, partial(play_learned, build, tools), make_script=partial(script, tools))
+    learned(
+        f"{name}, in run()",
+        tools,
+        partial(play_learned, build, tools),
+        make_script=partial(script, tools),
+    )
     for name, build, script in [
         ("Workflow", graph, lambda _: Script()),
         ("transfer to sub-agents", transfer, hand_off),

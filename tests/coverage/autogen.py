@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from autogen_agentchat.agents import AssistantAgent, SocietyOfMindAgent
-from autogen_agentchat.base import ChatAgent, Team
-from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.base import Team
+from autogen_agentchat.conditions import MaxMessageTermination, SourceMatchTermination
 from autogen_agentchat.messages import TextMessage
 from autogen_agentchat.teams import (
     DiGraphBuilder,
@@ -84,7 +84,7 @@ def selector(make: Make, client: Client) -> Team:
 
 def swarm(make: Make, _: Client) -> Team:
     members = [make("one", handoffs=["two"]), make("two", handoffs=["three"]), make("three")]
-    return Swarm(members, termination_condition=MaxMessageTermination(8))
+    return Swarm(members, termination_condition=SourceMatchTermination(["three"]))
 
 
 def magentic(make: Make, client: Client) -> Team:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import partial
 from typing import Any
 
 os.environ |= {"OTEL_SDK_DISABLED": "true", "CREWAI_DISABLE_TELEMETRY": "true"}
@@ -14,7 +13,6 @@ with warnings.catch_warnings(action="ignore"):
     from crewai.tools import tool
 
 from flashmoa.openai import instrument
-from tests.coverage.answers import Script, call
 from tests.coverage.measure import instructions, learned, look, task
 
 

@@ -13,7 +13,6 @@ from flashmoa.openai import OpenAI
 from tests.coverage.answers import Script
 from tests.coverage.measure import instructions, learned, look, task
 
-
 http = litellm.client_session = openai.DefaultHttpxClient()
 
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import anyio
 
-from flashmoa.observe import Event, Listener, LinkOpened, LinkWaits
+from flashmoa.observe import Event, LinkOpened, LinkWaits, Listener
 from flashmoa.observe.calls import Call, calls
 from flashmoa.observe.summary import LINK_WORDS, link_status, overlaps
 from flashmoa.openai import run
-from tests.coverage.answers import Script, install, scripted
+from tests.coverage.answers import TEXT_TOKENS, Script, install, scripted
 
 # Runs have different tasks, as a user's would.
 _TASKS = {
@@ -138,7 +138,6 @@ def count(events: Sequence[Event]) -> Count:
             reasons[call.started.unlinked or LINK_WORDS[status]] += 1
             continue
         found.linked += 1
-        if __import__("os").environ.get("DBG"): print("DBG", call.agent, status, ahead[call.started.call_id], _fresh_tokens(call, made, opened[call.started.stream_id]), file=sys.stderr)
         written = sum(_fresh_tokens(call, made, opened[call.started.stream_id]))
         if written:
             found.reading += 1
@@ -159,6 +158,7 @@ def _fresh_tokens(reader: Call, made: Sequence[Call], since: float) -> list[int]
         for writer in made
         if writer.finished is not None
         and writer.usage is not None
+        and writer.usage.completion_tokens == TEXT_TOKENS  # No name that is written by the script.
         and since < writer.finished.at <= reader.started.at
         and (text := writer.finished.text.strip())
         and json.dumps(text)[1:-1] in prompt

@@ -75,7 +75,9 @@ def agent_of(body: Body) -> str | None:
 def constrain(body: Body, script: Script) -> dict[str, Any]:
     """Return a request's body whose answer is the script's."""
     answer = script.answer(body)
-    dropped = {"max_completion_tokens", "response_format"} if answer else {"max_completion_tokens"}
+    dropped = {"max_completion_tokens"}
+    if answer is not None:
+        dropped |= {"response_format", "tool_choice"}
     kept = {name: value for name, value in body.items() if name not in dropped}
     given: dict[str, Any] = {"temperature": 0, "max_tokens": TEXT_TOKENS, "ignore_eos": True}
     if answer is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import smolagents
 
 from flashmoa.openai import instrument
-from tests.coverage.answers import Script, call
+from tests.coverage.answers import LOOK, Script, call
 from tests.coverage.measure import instructions, learned, look, task
 
 
@@ -55,11 +56,23 @@ def managed(team: Team) -> list[str]:
     return [str(boss.run(task()))]
 
 
-def ask_experts() -> Script:
-    return Script({"boss": [call("one", task="Find a lake."), call("two", task="Find a hill.")]})
+def final_answer() -> str:
+    """Return the call of the tool that ends an agent's run."""
+    return call("final_answer", answer=f"{task()} Walk to the lake. " * 8)
 
 
-def program(composition: str, tools: bool, work: Any, script: Any = Script) -> Any:
+def answer(tools: bool) -> Script:
+    steps = [*([LOOK] if tools else []), final_answer()]
+    return Script(dict.fromkeys(("one", "two", "three"), steps))
+
+
+def ask_experts(tools: bool) -> Script:
+    steps = [*([LOOK] if tools else []), final_answer()]
+    asked = [call("one", task="Find a lake."), call("two", task="Find a hill."), final_answer()]
+    return Script({"boss": asked, "one": steps, "two": steps})
+
+
+def program(composition: str, tools: bool, work: Any, script: Any) -> Any:
     def play(url: str) -> list[str]:
         team = Team(url, tools)
         try:
@@ -67,13 +80,13 @@ def program(composition: str, tools: bool, work: Any, script: Any = Script) -> A
         finally:
             team.model.client.close()
 
-    return learned(composition, tools, play, make_script=script)
+    return learned(composition, tools, play, make_script=partial(script, tools))
 
 
 PROGRAMS = [
     program(name, tools, *rest)
     for name, *rest in [
-        ("agents called by code", chain),
+        ("agents called by code", chain, answer),
         ("managed_agents", managed, ask_experts),
     ]
     for tools in (False, True)

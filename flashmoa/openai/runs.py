@@ -517,11 +517,11 @@ def _run_of_thread() -> Run | None:
 def calling_agent() -> str:
     """Return the name of the calling agent, or else the user's functions that call.
 
-    The agent's name is given by :func:`agent`, LangGraph (the node), Pydantic AI, the Agents SDK or
-    CrewAI (the role). Functions have the lines of their calls, the outermost first
-    (``main:12 > ask:31``).
+    The agent's name is given by :func:`agent`, LangGraph (the nodes, ``writer > agent``), Pydantic
+    AI, CrewAI (the role), the Agents SDK, ADK, LlamaIndex or smolagents. Functions have the lines
+    of their calls, the outermost first (``main:12 > ask:31``).
     """
-    finders = (_agent.get, _langgraph_node, _pydantic_ai_agent, _crewai_agent, _agents_sdk_agent)
+    finders = (_agent.get, _langgraph_node, _pydantic_ai_agent, _crewai_agent, _agent_in_frames)
     names = (find() for find in finders)
     named = next((name for name in names if isinstance(name, str) and name), None)
     return named or " > ".join(_calling_lines()) or "call"
@@ -530,16 +530,20 @@ def calling_agent() -> str:
 def agent(name: str) -> AbstractContextManager[None]:
     """Name the agent that makes the calls in this context, in reports, traces and logs.
 
-    Without a name, a call has the name of its LangGraph node or its agent of Pydantic AI or the
-    Agents SDK, the role of its CrewAI agent, or else the lines of code that make it.
+    Without a name, a call has the names of its LangGraph nodes, the name or role of its framework's
+    agent, or else the lines of code that make it.
     """
     return setting(_agent, name)
 
 
-def _langgraph_node() -> object:
+def _langgraph_node() -> str | None:
     module: Any = sys.modules.get("langchain_core.runnables.config")
     config: Any = module.var_child_runnable_config.get() if module is not None else None
-    return config.get("metadata", {}).get("langgraph_node") if config else None
+    # "writer:ID|agent:ID" in an agent within a node: each of LangGraph's own agents has this node.
+    place = config.get("metadata", {}).get("langgraph_checkpoint_ns") if config else None
+    steps = (step.partition(":")[0] for step in (place or "").split("|"))
+    # A number tells graphs apart that one node runs.
+    return " > ".join(step for step in steps if not step.isdecimal())
 
 
 def _pydantic_ai_agent() -> object:
@@ -557,15 +561,27 @@ def _crewai_agent() -> str | None:
     return next((role.strip() for role in roles if isinstance(role, str)), None)
 
 
-def _agents_sdk_agent() -> str | None:
-    kind: Any = getattr(sys.modules.get("agents"), "Agent", None)
-    if not isinstance(kind, type):
-        return None
-    # The SDK calls in its own task, without a frame of the user's, and no context has the agent.
-    own = (each for each in _frames() if each.f_globals.get("__name__", "").startswith("agents."))
-    held = (value for each in own for value in each.f_locals.values() if isinstance(value, kind))
-    names: Iterator[object] = (getattr(each, "name", None) for each in held)
-    return next((name for name in names if isinstance(name, str)), None)
+def _agent_in_frames() -> str | None:
+    """Return the name of an agent whose framework keeps it in no context."""
+    kinds = [
+        (f"{package.split('.')[0]}.", kind)
+        for package, name in (
+            ("agents", "Agent"),  # OpenAI's Agents SDK.
+            ("google.adk.agents", "BaseAgent"),
+            ("llama_index.core.agent.workflow", "BaseWorkflowAgent"),
+            ("smolagents", "MultiStepAgent"),
+        )
+        if isinstance(kind := getattr(sys.modules.get(package), name, None), type)
+    ]
+    # They may call in a task of their own, without a frame of the user's.
+    for frame in _frames() if kinds else ():
+        module = frame.f_globals.get("__name__", "")
+        for start, kind in kinds:
+            held = frame.f_locals.values() if module.startswith(start) else ()
+            names = (getattr(each, "name", None) for each in held if isinstance(each, kind))
+            if named := next((name for name in names if isinstance(name, str)), None):
+                return named
+    return None
 
 
 def _calling_lines() -> list[str]:

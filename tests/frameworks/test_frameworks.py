@@ -15,7 +15,7 @@ from langgraph.graph import START, StateGraph
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from flashmoa.openai import instrument, run
+from flashmoa.openai import instrument
 from tests.frameworks.conftest import MODEL
 from tests.integration.openai.programs import (
     BODY,
@@ -154,23 +154,6 @@ def pydantic_ai_program(rounds: Rounds, clients: Clients, guide: str) -> Program
         return str((await manager.run(content)).output)
 
     return partial(play, rounds, call)
-
-
-async def test_agents_of_the_agents_sdk_have_their_names(clients: Clients) -> None:
-    """The second agent streams its answer."""
-    agents.set_tracing_disabled(True)
-    model = agents.OpenAIChatCompletionsModel(MODEL, clients.first)
-    settings = agents.ModelSettings(temperature=0, max_tokens=8)
-    async with run("names") as report:
-        for name in ("planner", "writer"):
-            actor = agents.Agent(name, instructions="Go.", model=model, model_settings=settings)
-            if name == "planner":
-                await agents.Runner.run(actor, "Go.")
-            else:
-                streamed = agents.Runner.run_streamed(actor, "Go.")
-                async for _ in streamed.stream_events():
-                    pass
-    assert [call.agent for call in report.calls] == ["planner", "writer"]
 
 
 @pytest.mark.timeout(1200)

@@ -29,13 +29,15 @@ from flashmoa.frameworks import (
     NotForecastable,
     Placeholders,
     Prompt,
+    RequestAfterTools,
     Turn,
 )
-from flashmoa.frameworks.agent_framework.client import agent_of
+from flashmoa.frameworks.agent_framework.client import ToolCalls, agent_of
 from flashmoa.frameworks.agent_framework.dry_run import (
     answers_requests,
     client_of,
     get_conversation,
+    request_after_tools,
     why_not_run,
     why_rewritten,
 )
@@ -192,7 +194,8 @@ class ChatLinkPlanner(LinkPlanner):
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
         self._has_answer |= call.agent == self.caller
-        answer, beside = self._answer, cast("tuple[str, ...] | None", result.tool_calls)
+        answer, calls = self._answer, cast("ToolCalls | None", result.tool_calls)
+        beside = None if calls is None else calls.texts
         if answer is not None and answer.author == call.agent and beside is not None:
             answer.has_called_tools = True
             answer.texts += beside
@@ -202,6 +205,9 @@ class ChatLinkPlanner(LinkPlanner):
             is_forwarded = is_text if beside is None else len(beside) == 1
             result = replace(result, is_forwarded=is_forwarded)
         super().call_answered(call, result)
+
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
+        return request_after_tools(self._workflow, agent, cast("ToolCalls", answer))
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
         """Return the manager's turn, and the turns of the agents that may be chosen."""

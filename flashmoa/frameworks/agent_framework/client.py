@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
 from agent_framework import (
@@ -28,12 +28,35 @@ from flashmoa.engine.connections import self_hosted_url
 from flashmoa.frameworks import (
     CallRequest,
     CallResult,
+    ChatRequest,
     EngineClient,
     LinkedTeams,
     ObservedCall,
     current_attempts,
 )
 from flashmoa.openai.http import advising, observe_completions
+
+
+@dataclass(frozen=True)
+class AgentRequest(CallRequest):
+    """A request of an agent, with the framework's messages."""
+
+    messages: Sequence[Message] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """An answer that calls tools.
+
+    Attributes:
+        texts: its texts beside the calls.
+        names: the names of the called tools, in the order of the calls.
+        ask_again: returns the agent's next request, given the tools' results in this order.
+    """
+
+    texts: tuple[str, ...]
+    names: Sequence[str]
+    ask_again: Callable[[Sequence[str]], ChatRequest]
 
 
 class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
@@ -116,46 +139,72 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             messages=messages, options=options, stream=stream, **kwargs
         )
         if stream:
-            updates = self._observe_updates(answer, options)
+            updates = self._observe_updates(answer, messages, options)
             return self._build_response_stream(
                 updates, response_format=options.get("response_format")
             )
-        return self._observe_response(answer, options)
+        return self._observe_response(answer, messages, options)
 
     async def _observe_response(
-        self, answer: Awaitable[ChatResponse], options: Mapping[str, Any]
+        self,
+        answer: Awaitable[ChatResponse],
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
     ) -> ChatResponse:
-        with self._begin(options) as call, call.making(), advising(self.engine.url):
+        with self._begin(messages, options) as call, call.making(), advising(self.engine.url):
             response = await answer
-            contents = [part for message in response.messages for part in message.contents]
-            texts = [part.text for part in contents if part.type == "text" and part.text]
-            _finish_call(call, contents, texts, response.finish_reason)
+            self._finish_call(call, response, messages, options)
             return response
 
     async def _observe_updates(
         self,
         answer: ResponseStream[ChatResponseUpdate, ChatResponse],
+        messages: Sequence[Message],
         options: Mapping[str, Any],
     ) -> AsyncGenerator[ChatResponseUpdate]:
-        contents: list[Content] = []
-        reason: str | None = None
-        with self._begin(options) as call, advising(self.engine.url):
+        received: list[ChatResponseUpdate] = []
+        with self._begin(messages, options) as call, advising(self.engine.url):
             async with aclosing(call.items(aiter(answer))) as updates:
                 async for update in updates:
-                    contents += update.contents
-                    reason = update.finish_reason or reason
+                    received.append(update)
                     yield update
-            # Pieces that follow each other become one text.
-            runs = groupby(contents, key=lambda part: part.type)
-            texts = [
-                "".join(part.text or "" for part in run) for kind, run in runs if kind == "text"
-            ]
-            _finish_call(call, contents, [text for text in texts if text], reason)
+            # The framework puts an answer together in the same way.
+            whole = ChatResponse.from_updates(received)
+            self._finish_call(call, whole, messages, options)
 
-    def _begin(self, options: Mapping[str, Any]) -> ObservedCall:
+    def _finish_call(
+        self,
+        call: ObservedCall,
+        response: ChatResponse,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+    ) -> None:
+        contents = [part for message in response.messages for part in message.contents]
+        texts = [part.text for part in contents if part.type == "text" and part.text]
+        calls = [part for part in contents if part.type == "function_call"]
+        asked = [*messages, *response.messages]
+
+        def ask_again(results: Sequence[str]) -> ChatRequest:
+            told = [
+                Content.from_function_result(str(each.call_id), result=result)
+                for each, result in zip(calls, results, strict=True)
+            ]
+            # A tool is not forced again.
+            free = {**options, "tool_choice": None}
+            body = self._prepare_options([*asked, Message("tool", told)], free)
+            return ChatRequest(self.engine, body)
+
+        # Requests show each text as a message of its own.
+        is_forwarded = not calls and len(texts) <= 1
+        names = [str(each.name) for each in calls]
+        tool_calls = ToolCalls(tuple(texts), names, ask_again) if calls else None
+        whole, reason = "".join(texts), response.finish_reason
+        call.finish(CallResult(whole, call.usage, reason, is_forwarded, tool_calls=tool_calls))
+
+    def _begin(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ObservedCall:
         """Begin a call whose request is about to be sent; linked workflows observe it."""
         model = options.get("model") or self.model or ""
-        request = CallRequest(self.engine.url, model, client=self.engine)
+        request = AgentRequest(self.engine.url, model, client=self.engine, messages=tuple(messages))
         executor = find_calling_executor() if self.linked_teams else None
         observers = self.linked_teams.observe(executor, request) if executor is not None else []
         return ObservedCall(observers)
@@ -200,14 +249,3 @@ def agent_of(executor: Executor) -> object | None:
     if isinstance(executor, MagenticOrchestrator):
         return getattr(executor._manager, "_agent", None)
     return None
-
-
-def _finish_call(
-    call: ObservedCall, contents: Sequence[Content], texts: Sequence[str], reason: str | None
-) -> None:
-    calls_tools = any(part.type == "function_call" for part in contents)
-    # Requests show each text as a message of its own.
-    is_forwarded = not calls_tools and len(texts) <= 1
-    beside = tuple(texts) if calls_tools else None
-    text = "".join(texts)
-    call.finish(CallResult(text, call.usage, reason, is_forwarded, tool_calls=beside))

@@ -54,10 +54,18 @@ from agent_framework_orchestrations import (
 from agent_framework_orchestrations._handoff import (
     _AutoHandoffContextProvider,
     _AutoHandoffMiddleware,
+    get_handoff_tool_name,
 )
 
-from flashmoa.frameworks import ChatRequest, NotForecastable, RequestCaptured, first_request
-from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient, agent_of
+from flashmoa.frameworks import (
+    ChatRequest,
+    NotForecastable,
+    RequestAfterTools,
+    RequestCaptured,
+    first_request,
+)
+from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient, ToolCalls, agent_of
+from flashmoa.link.after_tools import name_calls
 
 # A stock agent's ``run`` without the layers that trace it.
 run_untraced: Any = cast("Any", RawAgent).run
@@ -127,19 +135,25 @@ def answers_requests(conversation: Sequence[Message]) -> bool:
 
 
 def make_response(
-    executor: Executor, conversation: Sequence[Message], text: str
+    executor: Executor,
+    conversation: Sequence[Message],
+    text: str,
+    results: Sequence[Message] = (),
 ) -> AgentExecutorResponse:
     """Return the message that an agent sends to others after it has answered with ``text``.
 
     Args:
         executor: an agent that sends others its model's text (see :func:`why_rewritten`).
         conversation: the conversation before the answer.
+        results: the answer's calls of tools, and their results, before the text.
     """
     agent = cast("Agent", cast("AgentExecutor", executor).agent)
-    answer = Message("assistant", [text], author_name=agent._get_agent_name())
-    whole = [*map(_copy_message, conversation), answer]
+    answer = [*map(_copy_message, results), Message("assistant", [text])]
+    for message in answer:
+        message.author_name = agent._get_agent_name()
+    whole = [*map(_copy_message, conversation), *answer]
     return AgentExecutorResponse(
-        executor.id, AgentResponse(messages=[answer]), full_conversation=whole
+        executor.id, AgentResponse(messages=answer), full_conversation=whole
     )
 
 
@@ -176,6 +190,27 @@ async def captured_request(dry_run: Awaitable[object]) -> ChatRequest:
         raise
     except Exception as error:
         raise NotForecastable(f"its dry run on a copy failed: {error!r}") from error
+
+
+def request_after_tools(
+    workflow: Workflow, name: str, answer: ToolCalls
+) -> RequestAfterTools | None:
+    """Return an executor's request after the tools of an answer; ``None`` if it hands off.
+
+    Raises: NotForecastable if the request may change before it is sent.
+    """
+    executor = workflow.executors[name]
+    if reason := why_not_run(workflow, executor):
+        raise NotForecastable(reason)
+    targets = getattr(executor, "_handoff_targets", ())
+    if not {*map(get_handoff_tool_name, targets)}.isdisjoint(answer.names):
+        return None
+    tools = name_calls(answer.names)
+
+    async def request(texts: Mapping[str, str]) -> ChatRequest:
+        return answer.ask_again([texts[tool] for tool in tools])
+
+    return RequestAfterTools(name, tools, [request])
 
 
 def find_handler(shadow: Executor, message: Any) -> Callable[..., Awaitable[None]]:

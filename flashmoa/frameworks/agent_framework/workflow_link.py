@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from agent_framework import (
     AgentExecutor,
@@ -31,6 +31,7 @@ from flashmoa.frameworks import (
     NotForecastable,
     Placeholders,
     Report,
+    RequestAfterTools,
     Turn,
     listen_for,
 )
@@ -40,7 +41,7 @@ from flashmoa.frameworks.agent_framework.chats import (
     find_orchestrator,
     is_chat,
 )
-from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient
+from flashmoa.frameworks.agent_framework.client import AgentRequest, FlashMoAChatClient, ToolCalls
 from flashmoa.frameworks.agent_framework.dry_run import (
     answers_requests,
     asks_no_model,
@@ -49,6 +50,7 @@ from flashmoa.frameworks.agent_framework.dry_run import (
     get_conversation,
     holds_workflow,
     make_response,
+    request_after_tools,
     why_not_run,
     why_rewritten,
 )
@@ -155,8 +157,10 @@ class KnownMessages:
         placeholders: placeholders for the texts of all executors.
         conversations: the conversations that executors got when they began.
         predicted: the messages of executors that have not begun, from dry runs.
+        lengths: the numbers of messages of executors' first requests.
+        results: the calls of tools, and their results, before executors' latest requests.
         unpredicted: executors that have begun, but whose messages cannot be predicted: others get
-            other texts than their models', or also tool calls and results.
+            other texts than their models', or also results of tools that are not there yet.
     """
 
     placeholders: Placeholders
@@ -164,6 +168,8 @@ class KnownMessages:
     predicted: dict[str, AgentExecutorResponse] = field(
         default_factory=dict[str, AgentExecutorResponse]
     )
+    lengths: dict[str, int] = field(default_factory=dict[str, int])
+    results: dict[str, Sequence[Message]] = field(default_factory=dict[str, Sequence[Message]])
     unpredicted: set[str] = field(default_factory=set[str])
 
 
@@ -205,6 +211,12 @@ class WorkflowLinkPlanner(LinkPlanner):
                 self.end_all("unused")
         conversation = get_conversation(executor)
         self._known.conversations.setdefault(name, conversation)
+        messages = cast("AgentRequest", request).messages
+        length = self._known.lengths.setdefault(name, len(messages))
+        if len(messages) > length:
+            # Its tools have run: others get their calls and results, and then its text.
+            self._known.results[name] = messages[length:]
+            self._known.unpredicted.discard(name)
         if rewritten is not None or answers_requests(conversation):
             self._known.unpredicted.add(name)
         delivery = self._deliveries.get(name)
@@ -240,11 +252,14 @@ class WorkflowLinkPlanner(LinkPlanner):
         self._known = KnownMessages(Placeholders(self._workflow.executors))
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
-        """End the links, as others also get tool calls and results, which are unknown."""
+        """End the links, as others also get results of tools, which are unknown."""
         super().call_held_back(call, reason)
         self._known.unpredicted.add(call.agent)
         for link in self.waiting_for(call.agent):
             link.end("mispredicted")
+
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
+        return request_after_tools(self._workflow, agent, cast("ToolCalls", answer))
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
         """Follow the edges from the executors that have begun."""
@@ -277,7 +292,9 @@ class WorkflowLinkPlanner(LinkPlanner):
         for name, conversation in self._known.conversations.items():
             if name not in self._known.unpredicted:
                 text = self._known.placeholders.padded(name)
-                sent[name] = make_response(self._workflow.executors[name], conversation, text)
+                results = self._known.results.get(name, ())
+                executor = self._workflow.executors[name]
+                sent[name] = make_response(executor, conversation, text, results)
         return sent
 
 

@@ -22,11 +22,10 @@ from tests.integration.framework_scripts import run_frameworks
                 "test_tools.py",
                 "test_adk.py",
                 "test_agent_framework.py",
-                "test_blocking.py",
                 "test_http2.py",
             ],
         ),
-        ("frameworks-openai2", ["test_older_openai.py", "test_crewai.py"]),
+        ("frameworks-openai2", ["test_older_openai.py"]),
     ],
 )
 async def test_the_newest_frameworks_answer_the_same_linked(

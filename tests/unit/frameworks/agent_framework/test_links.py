@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_framework import Agent, ChatResponse, Message, Workflow, WorkflowBuilder
@@ -18,7 +20,7 @@ from openai import AsyncOpenAI
 from flashmoa.agent_framework import FlashMoAChatClient, link
 from flashmoa.frameworks.agent_framework import client as _client
 from flashmoa.observe.events import FIRST
-from tests.unit.frameworks.agent_framework.fakes import agent, chain, make_client
+from tests.unit.frameworks.agent_framework.fakes import ANSWER, agent, call_tool, chain, make_client
 
 
 async def test_a_refused_workflow_leaves_its_trace(tmp_path: Path) -> None:
@@ -142,3 +144,31 @@ async def test_the_calling_executor_is_sought_once(
     await workflow.run("task")
     assert found == [workflow.executors["a"], workflow.executors["b"]]
     assert fake.statuses == [None, "hit"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agent_is_linked_while_its_tools_run_and_its_reader_after_them(
+    stream: bool,
+) -> None:
+    """The reader also gets the call and its result, which its link has once they are there."""
+
+    def answer(body: Mapping[str, Any]) -> Any:
+        is_done = body["messages"][-1]["role"] == "tool" or not body.get("tools")
+        return ANSWER if is_done else call_tool("look", place="lake")
+
+    async def look(place: str) -> str:
+        await asyncio.sleep(0.2)
+        return f"A fine {place}."
+
+    client, fake = make_client(answer)
+    members = [agent(client, "a", tools=[look]), agent(client, "b"), agent(client, "c")]
+    workflow = SequentialBuilder(participants=members).build()
+    linked = link(workflow)
+    if stream:
+        async for _ in workflow.run("task", stream=True):
+            pass
+    else:
+        await workflow.run("task")
+    assert fake.statuses == [None, "hit", "hit", "hit"]
+    assert [call.agent for call in linked.report.calls] == ["a", "a", "b", "c"]
+    await linked.close()

@@ -1,0 +1,1 @@
+"""Measure how many calls of agent frameworks are linked: `python -m tests.coverage`."""

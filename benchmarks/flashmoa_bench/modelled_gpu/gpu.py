@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import warnings
@@ -41,6 +42,9 @@ class Gpu:
         flops: dense operations per second in bfloat16.
         link: bytes per second to a GPU of another engine.
         fp8_flops: dense operations per second in FP8; 0 if it has no FP8.
+        pcie, nvlink: bytes per second from host memory, and from other GPUs of the machine; 0 if
+            unknown.
+        copy_efficiency: share of a bandwidth that copies reach.
     """
 
     name: str
@@ -49,6 +53,9 @@ class Gpu:
     flops: float
     link: float
     fp8_flops: float = 0.0
+    pcie: float = 0.0
+    nvlink: float = 0.0
+    copy_efficiency: float = 0.8
 
     @classmethod
     def load(cls, name: str) -> Gpu:
@@ -59,10 +66,11 @@ class Gpu:
         if name.endswith(".json"):
             fields = _read_json(Path(name))
             wanted = {"name", "memory", "bandwidth", "flops", "link"}
-            if fields.keys() - {"fp8_flops"} != wanted:
+            optional = {field.name for field in dataclasses.fields(cls)} - wanted
+            if fields.keys() - optional != wanted:
                 raise ValueError(
                     f"{name} has {sorted(fields)}; a GPU's data sheet has {sorted(wanted)} and, if "
-                    "it has FP8, fp8_flops."
+                    f"known, {sorted(optional)}."
                 )
             return cls(**fields)
         import yaml
@@ -77,14 +85,18 @@ class Gpu:
                 "name, memory (bytes), bandwidth and link (bytes/s) and flops (1/s)."
             )
         sheet = yaml.safe_load(sheets[name].read_text())
-        gpu = sheet["gpu"]
+        gpu, node = sheet["gpu"], sheet["node"]
         return cls(
             name,
             int(gpu["mem_capacity"]),
             float(gpu["mem_bw"]),
             float(gpu["bfloat16_tc_flops"]),
-            float(sheet["node"]["inter_node_bw"]),
+            float(node["inter_node_bw"]),
             float(gpu.get("fp8_tc_flops") or 0),
+            float(node.get("pcie_bw") or 0),
+            float(node.get("intra_node_bw") or 0),
+            # The sheets know this share for the GPU's own memory only.
+            float(gpu["mem_bw_empirical_scaling_factor"]),
         )
 
 
@@ -172,6 +184,11 @@ class Model:
     @property
     def bytes_per_weight(self) -> int:
         return 2 if self.weights == "bfloat16" else 1
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """The bytes of one layer's experts."""
+        return self.experts * self.expert_weights * self.bytes_per_weight
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -288,22 +305,27 @@ class Roofline:
         tokens = prefills.tokens + forward.decodes
         if not tokens:
             return 0.0
-        weight = model.bytes_per_weight
         linear = max(
-            model.attention_weights * weight / self._bandwidth,
+            model.attention_weights * model.bytes_per_weight / self._bandwidth,
             2 * tokens * model.attention_weights / self._layer_flops,
         )
-        # Expected number of experts that some token needs, if tokens choose experts at random.
-        idle = (1 - model.experts_per_token / model.experts) ** tokens
-        needed = model.experts * (1 - idle) if model.experts > 1 else 1
-        reads = needed * model.expert_weights * weight / self._bandwidth
-        computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._layer_flops
-        layer = linear + max(reads, computed)
         logits = max(
             2 * model.head_weights / self._bandwidth,
             2 * requests * model.head_weights / self._flops,
         )
-        return model.layers * layer + self._attention(forward) + logits
+        others = model.layers * linear + self._attention(forward) + logits
+        return others + self.expert_seconds(forward)
+
+    def expert_seconds(self, forward: Forward) -> float:
+        """Return the part of a forward's time in experts, or in a dense model's MLPs."""
+        model, tokens = self._model, forward.prefills.tokens + forward.decodes
+        # Expected number of experts that some token needs, if tokens choose experts at random.
+        idle = (1 - model.experts_per_token / model.experts) ** tokens
+        needed = model.experts * (1 - idle) if model.experts > 1 else 1
+        weights = needed * model.expert_weights
+        reads = weights * model.bytes_per_weight / self._bandwidth
+        computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._layer_flops
+        return model.layers * max(reads, computed)
 
     def _attention(self, forward: Forward) -> float:
         prefills, model = forward.prefills, self._model
@@ -331,12 +353,20 @@ class MeasuredTables:
         model: a name on Hugging Face that the package knows, or a folder with a ``config.json``.
         tensor_parallel: number of GPUs that share the model.
         weights: precision of the weights, ``bfloat16``, ``fp8`` or ``fp8_block``.
+        backend: the engine whose kernels were measured, ``sglang`` or ``vllm``.
+        division: the package's other arguments on dividing the model, such as ``moe_ep_size``.
 
     Raises: ValueError if the package is not installed, or has no tables for this GPU and model.
     """
 
     def __init__(
-        self, gpu: str, model: str, tensor_parallel: int = 1, weights: str = "bfloat16"
+        self,
+        gpu: str,
+        model: str,
+        tensor_parallel: int = 1,
+        weights: str = "bfloat16",
+        backend: str = "sglang",
+        **division: int,
     ) -> None:
         try:
             # Pandas, which the package imports, may warn.
@@ -352,7 +382,7 @@ class MeasuredTables:
         precision = {} if weights == "bfloat16" else dict.fromkeys(modes, weights)
         try:
             self.engine = sdk.EngineHandle.compile(
-                model, gpu, "sglang", tp_size=tensor_parallel, **precision
+                model, gpu, backend, tp_size=tensor_parallel, **precision, **division
             )
             self.engine.predict_decode_latency(1, 1)
         except Exception as error:  # The package raises errors of many classes.
@@ -369,7 +399,19 @@ class MeasuredTables:
         attention = self._attention(prefills)
         return together + attention + self._decode_attention(decodes, forward.context)
 
+    def expert_seconds(self, forward: Forward) -> float:
+        """Return the part of a forward's time in experts; 0 for a dense model."""
+        tokens = forward.prefills.tokens + forward.decodes
+        return self._experts(tokens) if tokens else 0.0
+
     @lru_cache(maxsize=4096)  # noqa: B019 - there is one object for the whole process
+    def _experts(self, tokens: int) -> float:
+        operations, _ = self.engine.run_static_per_op(
+            batch_size=1, isl=tokens, osl=1, mode="static_ctx"
+        )
+        return sum(ms for name, ms, *_ in operations if name == "context_moe") / 1000
+
+    @lru_cache(maxsize=4096)  # noqa: B019
     def _decode(self, requests: int, context: int) -> float:
         return self.engine.predict_decode_latency(requests, context) / 1000
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -224,6 +225,21 @@ def kv_tokens(gpu: Gpu, model: Model, tensor_parallel: int, fraction: float) -> 
             "give a larger --flashmoa-device-tp or another GPU."
         )
     return int(left // model.kv_bytes_per_token)
+
+
+def comm_table(gpu: str, name: str) -> list[dict[str, Any]]:
+    """Return the rows of SGLang's newest table of this name on communication; empty without one."""
+    folder = _package_folder("systems")
+    files = folder.glob(f"data/{gpu}/comm/sglang/*/{name}.parquet") if folder else []
+    # Releases have numbers, as in 0.5.6.post2.
+    newest = max(
+        files, key=lambda file: [int(n) for n in re.findall(r"\d+", file.parent.name)], default=None
+    )
+    if newest is None:
+        return []
+    import pandas
+
+    return pandas.read_parquet(newest).to_dict("records")
 
 
 def _package_folder(name: str) -> Path | None:

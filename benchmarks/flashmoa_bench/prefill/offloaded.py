@@ -90,14 +90,16 @@ class OffloadedModel:
             self.stale += not layer.compute(seconds.experts)
         return self.gpu.now - begin
 
-    def steady_seconds(self, seconds: LayerSeconds) -> float:
-        """Return the seconds of a forward after equal forwards.
+    def seconds(self, *forwards: LayerSeconds) -> float:
+        """Return the seconds of forwards that follow others like the first one.
 
         Raises: AssertionError if a layer computed with bytes that were not its experts.
         """
-        *_, last = [self.forward(seconds) for _ in range(3)]
+        self.forward(forwards[0])
+        self.forward(forwards[0])
+        seconds = sum(map(self.forward, forwards))
         assert not self.stale and not self.gpu.races, (self.stale, self.gpu.races)
-        return last
+        return seconds
 
     def time_layers(self, tokens: int, seconds: LayerSeconds) -> LayerTimes:
         """Return the times that the offloader measures in a forward of ``tokens`` tokens."""

@@ -41,7 +41,7 @@ def test_a_forward_takes_its_computation_or_its_copies(
 ) -> None:
     seconds = LayerSeconds(experts, others)
     with offloaded(Division.H2D, model_of(layers), GPU, 1, slots=slots) as replica:
-        found = replica.steady_seconds(seconds)
+        found = replica.seconds(seconds)
     copies = (layers - 1) * HOST_SECONDS if slots < layers - 1 else 0.0
     assert found == pytest.approx(max(layers * (experts + others), copies))
 
@@ -58,7 +58,7 @@ def test_the_slower_way_of_the_copies_counts(
 ) -> None:
     way = Division.D2D if on_device == 1 else Division.HYBRID
     with offloaded(way, model_of(6), GPU, replicas, on_device=on_device) as replica:
-        found = replica.steady_seconds(LayerSeconds(experts, others))
+        found = replica.seconds(LayerSeconds(experts, others))
         whole = replica.offloader.memory()
     # A share's borders are multiples of 256 bytes, so the parts are not exactly these.
     stored = {name: whole[name] / (5 * 12_288) for name in ("on_host", "share", "at_peers")}
@@ -71,7 +71,7 @@ def test_the_slower_way_of_the_copies_counts(
 
 def test_one_slot_hides_copies_behind_other_computation_only() -> None:
     with offloaded(Division.H2D, model_of(6), GPU, 1, slots=1) as replica:
-        found = replica.steady_seconds(LayerSeconds(experts=0.05, others=0.01))
+        found = replica.seconds(LayerSeconds(experts=0.05, others=0.01))
     # The copy for the second layer of experts begins before the next forward does.
     waits = 4 * (HOST_SECONDS - 0.01) + max(0.0, HOST_SECONDS - (0.06 + 0.01))
     assert found == pytest.approx(6 * 0.06 + waits)

@@ -208,19 +208,23 @@ def memory_fraction(gpu: Gpu, tensor_parallel: int) -> float:
     return derive_sglang_mem_fraction_static(gpu.memory, tensor_parallel)
 
 
-def kv_tokens(gpu: Gpu, model: Model, tensor_parallel: int, fraction: float) -> int:
+def kv_tokens(
+    gpu: Gpu, model: Model, tensor_parallel: int, fraction: float, weights: float | None = None
+) -> int:
     """Return the tokens in the KV pool of an SGLang engine.
 
     Args:
         fraction: share of the memory for weights and KV (``--mem-fraction-static``).
+        weights: bytes of weights on the GPUs; by default all.
 
     Raises: ValueError if the weights leave no room.
     """
     memory = tensor_parallel * gpu.memory * fraction
-    left = memory - model.weight_bytes
+    weights = model.weight_bytes if weights is None else weights
+    left = memory - weights
     if left < model.kv_bytes_per_token:
         raise ValueError(
-            f"The weights of {model.name} take {model.weight_bytes / 1e9:.0f} GB, and "
+            f"The weights of {model.name} take {weights / 1e9:.0f} GB, and "
             f"{fraction:.0%} of {tensor_parallel} x {gpu.name} is {memory / 1e9:.0f} GB: "
             "give a larger --flashmoa-device-tp or another GPU."
         )
@@ -477,6 +481,23 @@ class MeasuredTables:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """Seconds that one layer computes in a forward: with its experts, and everything else."""
+
+    experts: float = 0.0
+    others: float = 0.0
+
+    @classmethod
+    def of(
+        cls, times: Roofline | MeasuredTables, forward: Forward, layers: int, slowdown: float = 1.0
+    ) -> LayerSeconds:
+        """Return the mean over the layers."""
+        experts = times.expert_seconds(forward)
+        others = max(0.0, times.seconds(forward) - experts)
+        return cls(experts * slowdown / layers, others * slowdown / layers)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelledGpu:
     """A GPU, the model on it, and the times of forwards and transfers there.
 
@@ -504,6 +525,10 @@ class ModelledGpu:
         """Return the seconds of a forward, with the slowdown."""
         return self.times.seconds(forward) * self.slowdown
 
+    def layer_seconds(self, forward: Forward) -> LayerSeconds:
+        """Return the seconds of a layer in a forward, with the slowdown."""
+        return LayerSeconds.of(self.times, forward, self.model.layers, self.slowdown)
+
     def transfer_seconds(self, tokens: int) -> float:
         """Return the seconds to send the KV of ``tokens`` tokens, with the slowdown.
 
@@ -512,8 +537,10 @@ class ModelledGpu:
         size = tokens * self.model.kv_bytes_per_token
         return size / (self.gpu.link * self.tensor_parallel) * self.slowdown
 
-    def size_engine(self, server_args: Any) -> None:
+    def size_engine(self, server_args: Any, weights: float | None = None) -> None:
         """Give an engine its KV pool on this GPU, unless the user has set the pool's size.
+
+        Args: weights: as for :func:`kv_tokens`.
 
         Raises: ValueError if the weights do not fit.
         """
@@ -522,7 +549,7 @@ class ModelledGpu:
         if server_args.max_total_tokens is None:
             fraction = server_args.mem_fraction_static
             server_args.max_total_tokens = kv_tokens(
-                self.gpu, self.model, self.tensor_parallel, fraction
+                self.gpu, self.model, self.tensor_parallel, fraction, weights
             )
 
 

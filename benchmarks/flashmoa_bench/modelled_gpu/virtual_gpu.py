@@ -17,7 +17,7 @@ from itertools import count
 
 import torch
 
-from flashmoa_bench.modelled_gpu.gpu import Gpu
+from flashmoa_bench.modelled_gpu.gpu import Gpu, LayerSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,14 @@ class VirtualGpu:
     Args: place: the GPU's name, different in each replica.
 
     Attributes:
+        layer: the times of a layer in the forward that is being enqueued.
         races: number of accesses that do not wait for an earlier access to the same bytes, where
             one of the two writes.
     """
 
     def __init__(self, bandwidths: Bandwidths, place: str = "GPU-0") -> None:
         self.place = place
+        self.layer = LayerSeconds()
         self.races = 0
         self._bandwidths = bandwidths
         self._streams: list[VirtualStream] = []
@@ -142,20 +144,23 @@ class VirtualGpu:
         """The second when all enqueued computation has ended."""
         return self._main.ends
 
-    def begin(self, second: float) -> None:
-        """Delay all computation that is enqueued from now on until a second."""
+    def begin(self, layer: LayerSeconds, second: float = 0.0) -> None:
+        """Begin a forward with these times, and no earlier than at this second."""
+        self.layer = layer
         self._main.ends = max(self._main.ends, second)
 
-    def compute(self, seconds: float, reads: Iterable[torch.Tensor] = ()) -> None:
-        """Enqueue a computation of a layer.
+    def compute_others(self) -> None:
+        """Enqueue a layer's computation before its experts."""
+        self._main.enqueue(self.layer.others)
 
-        After the call, the tensors have the bytes that the GPU would read.
+    def compute_experts(self, weights: Iterable[torch.Tensor]) -> None:
+        """Enqueue a layer's computation with its experts, which reads their weights all the time.
 
-        Args: reads: tensors that are read during the whole computation.
+        After the call, the weights have the bytes that the GPU would read.
         """
         self._land(self._main.ends)
-        step = self._main.enqueue(seconds)
-        for tensor in reads:
+        step = self._main.enqueue(self.layer.experts)
+        for tensor in weights:
             self._note(self._main, tensor, step, writes=False)
 
     def new_stream(self) -> VirtualStream:

@@ -19,9 +19,9 @@ from flashmoa_sglang.moe.saturation import MARGIN, find_saturation
 from flashmoa.errors import EngineError
 from flashmoa.router.flops import true_flops
 from flashmoa_bench.harness.report import Column, Report
-from flashmoa_bench.modelled_gpu.gpu import Gpu, Model
-from flashmoa_bench.prefill.expert_parallelism import Division, weight_bytes
-from flashmoa_bench.prefill.offloaded import LayerSeconds, OffloadedModel, offloaded
+from flashmoa_bench.modelled_gpu.expert_parallelism import Division, weight_bytes
+from flashmoa_bench.modelled_gpu.gpu import Gpu, LayerSeconds, Model
+from flashmoa_bench.prefill.offloaded import OffloadedModel, offloaded
 from flashmoa_bench.prefill.rivals import (
     DEEP_EP,
     IDEAL_PP,
@@ -112,7 +112,8 @@ class Gain:
 
     Attributes:
         gain: over the best rival.
-        over_short, over_bound: over pipeline stages with short chunks, and without bubbles.
+        over_short, over_bound: over pipelines with short chunks, and without bubbles; ``None``
+            if none fit.
     """
 
     context: Annotated[int, Column("context", "{:,}")]
@@ -120,8 +121,8 @@ class Gain:
     way: Annotated[str, Column("AsyncEP")]
     rival: Annotated[str, Column("best rival")]
     gain: Annotated[float, Column("over it", "{:.2f}")]
-    over_short: Annotated[float, Column(f"over {SHORT_PP}", "{:.2f}")]
-    over_bound: Annotated[float, Column(f"over {IDEAL_PP}", "{:.2f}")]
+    over_short: Annotated[float | None, Column(f"over {SHORT_PP}", "{:.2f}")]
+    over_bound: Annotated[float | None, Column(f"over {IDEAL_PP}", "{:.2f}")]
 
 
 def check(options: argparse.Namespace) -> str | None:
@@ -288,9 +289,13 @@ class Node:
     def _fits(self, way: str, gpus: int, context: int, tokens: int) -> bool:
         """Return whether weights, KV and a forward's tensors fit into the memory."""
         model = self._model
-        # A stage has a part of the layers, but as many more chunks are in flight.
-        divided = gpus if way in (Division.TP_TP, Division.TP_EP) else 1
-        kv = max(context, tokens) * model.kv_bytes_per_token / divided
+        kept = max(context, tokens)
+        if way in (Division.TP_TP, Division.TP_EP):
+            kept /= gpus
+        elif way in PIPELINES:
+            # A stage has a part of the layers. Chunks in flight may be of two prompts.
+            kept = max(2 * context, gpus * tokens) / gpus
+        kv = kept * model.kv_bytes_per_token
         width = 2 * model.expert_weights // (3 * model.config["hidden_size"])
         # The largest tensors are of all experts of a token, and there are half as many others.
         row = 1.5 * 2 * model.experts_per_token * (width + model.config["hidden_size"])
@@ -316,5 +321,8 @@ def find_gain(rows: Sequence[Throughput], context: int) -> Gain | None:
     if not own or not rivals:
         return None
     way, rival = own[-1], max(rivals, key=lambda one: rates[one])
-    over = [rates[way] / rates[name] for name in (rival, SHORT_PP, IDEAL_PP)]
-    return Gain(context, rows[0].gpus, way, rival, *over)
+    gain, *bounds = (
+        rates[way] / rates[name] if name in rates else None for name in (rival, SHORT_PP, IDEAL_PP)
+    )
+    assert gain is not None
+    return Gain(context, rows[0].gpus, way, rival, gain, *bounds)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -21,44 +20,28 @@ from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader, Store
 from flashmoa_sglang.moe.asyncep.replicas import Replica, ShareExchange, share_experts
 from flashmoa_sglang.moe.saturation import LayerTimes
 
-from flashmoa_bench.modelled_gpu.gpu import Forward, Gpu, MeasuredTables, Model, Roofline
+from flashmoa_bench.modelled_gpu.expert_parallelism import Division
+from flashmoa_bench.modelled_gpu.gpu import Gpu, LayerSeconds, Model
+from flashmoa_bench.modelled_gpu.hash_model import EXPERTS, LAYER_BYTES
 from flashmoa_bench.modelled_gpu.virtual_gpu import Bandwidths, VirtualGpu
-from flashmoa_bench.prefill.expert_parallelism import Division
 
-_EXPERTS = 4
-# Bytes of a layer's experts here. A share of eight replicas, and half of it, keep their alignment.
-LAYER_BYTES = 12_288
 _GROUPS = count()
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSeconds:
-    """Seconds that one layer computes in a forward: with its experts, and everything else."""
-
-    experts: float
-    others: float
-
-    @classmethod
-    def of(cls, times: MeasuredTables | Roofline, forward: Forward, layers: int) -> LayerSeconds:
-        """Return the mean over the layers."""
-        experts = times.expert_seconds(forward)
-        return cls(experts / layers, (times.seconds(forward) - experts) / layers)
 
 
 class TimedLayer(torch.nn.Module):
     """A layer whose experts all have the layer's number as weights."""
 
-    num_local_experts = _EXPERTS
+    num_local_experts = EXPERTS
 
     def __init__(self, gpu: VirtualGpu, number: int) -> None:
         super().__init__()
         self._gpu, self._number = gpu, number
-        weights = torch.full((_EXPERTS, LAYER_BYTES // (4 * _EXPERTS)), float(number))
+        weights = torch.full((EXPERTS, LAYER_BYTES // (4 * EXPERTS)), float(number))
         self.weight = torch.nn.Parameter(weights, requires_grad=False)
 
-    def compute(self, seconds: float) -> bool:
-        """Take this time; return whether the weights were this layer's."""
-        self._gpu.compute(seconds, [self.weight.data])
+    def compute(self) -> bool:
+        """Take the time of experts; return whether the weights were this layer's."""
+        self._gpu.compute_experts([self.weight.data])
         return bool(self.weight.eq(self._number).all())
 
 
@@ -85,9 +68,10 @@ class OffloadedModel:
     def forward(self, seconds: LayerSeconds) -> float:
         """Enqueue a forward; return its seconds."""
         begin = self.gpu.now
+        self.gpu.begin(seconds)
         for layer in self._layers:
-            self.gpu.compute(seconds.others)
-            self.stale += not layer.compute(seconds.experts)
+            self.gpu.compute_others()
+            self.stale += not layer.compute()
         return self.gpu.now - begin
 
     def seconds(self, *forwards: LayerSeconds) -> float:

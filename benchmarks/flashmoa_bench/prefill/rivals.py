@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
+from flashmoa_bench.modelled_gpu.expert_parallelism import Division, layer_traffic
 from flashmoa_bench.modelled_gpu.gpu import (
     Forward,
     Gpu,
@@ -17,7 +18,6 @@ from flashmoa_bench.modelled_gpu.gpu import (
     Prefills,
     comm_table,
 )
-from flashmoa_bench.prefill.expert_parallelism import Division, layer_traffic
 
 DEEP_EP, SHORT_PP, IDEAL_PP = "DP+EP, DeepEP", "PP, chunks of 8,192", "PP, no bubbles"
 _SHORT_CHUNK = 8192

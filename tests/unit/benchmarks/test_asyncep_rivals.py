@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+from flashmoa_bench.modelled_gpu.expert_parallelism import Division
 from flashmoa_bench.modelled_gpu.gpu import Gpu, Model
 from flashmoa_bench.prefill.asyncep_modelled import Throughput, check, find_gain
-from flashmoa_bench.prefill.expert_parallelism import Division
 from flashmoa_bench.prefill.rivals import (
     DEEP_EP,
     IDEAL_PP,

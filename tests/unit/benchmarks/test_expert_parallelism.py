@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from flashmoa_bench.modelled_gpu.gpu import Model
-from flashmoa_bench.prefill.expert_parallelism import (
+from flashmoa_bench.modelled_gpu.expert_parallelism import (
     Division,
     LayerTraffic,
     break_even_tokens,
     layer_traffic,
     weight_bytes,
 )
+from flashmoa_bench.modelled_gpu.gpu import Model
 
 QWEN3_235B = {
     "num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoa_bench.modelled_gpu.gpu import Gpu, Model
+from flashmoa_bench.modelled_gpu.expert_parallelism import Division
+from flashmoa_bench.modelled_gpu.gpu import Gpu, LayerSeconds, Model
 from flashmoa_bench.modelled_gpu.virtual_gpu import Bandwidths, VirtualGpu
-from flashmoa_bench.prefill.expert_parallelism import Division
-from flashmoa_bench.prefill.offloaded import LayerSeconds, OffloadedModel, offloaded
+from flashmoa_bench.prefill.offloaded import OffloadedModel, offloaded
 from flashmoa_sglang.moe.asyncep.experts import store_on_host
 from flashmoa_sglang.moe.asyncep.offloader import StreamCopier
 from flashmoa_sglang.moe.saturation import MARGIN, find_saturation
@@ -29,6 +29,9 @@ CONFIG = {
 }  # fmt: skip
 SHORT, LONG = LayerSeconds(0.001, 0.001), LayerSeconds(0.1, 0.1)
 SECONDS = st.floats(0.0001, 0.1)
+FORWARDS = 20
+# At the first forward, some copies are ahead of the computation.
+AHEAD = 4 * HOST_SECONDS / FORWARDS
 
 
 def model_of(layers: int) -> Model:
@@ -41,9 +44,9 @@ def test_a_forward_takes_its_computation_or_its_copies(
 ) -> None:
     seconds = LayerSeconds(experts, others)
     with offloaded(Division.H2D, model_of(layers), GPU, 1, slots=slots) as replica:
-        found = replica.seconds(seconds)
+        found = replica.seconds(*[seconds] * FORWARDS) / FORWARDS
     copies = (layers - 1) * HOST_SECONDS if slots < layers - 1 else 0.0
-    assert found == pytest.approx(max(layers * (experts + others), copies))
+    assert found == pytest.approx(max(layers * (experts + others), copies), abs=AHEAD)
 
 
 @settings(max_examples=10)
@@ -58,7 +61,7 @@ def test_the_slower_way_of_the_copies_counts(
 ) -> None:
     way = Division.D2D if on_device == 1 else Division.HYBRID
     with offloaded(way, model_of(6), GPU, replicas, on_device=on_device) as replica:
-        found = replica.seconds(LayerSeconds(experts, others))
+        found = replica.seconds(*[LayerSeconds(experts, others)] * FORWARDS) / FORWARDS
         whole = replica.offloader.memory()
     # A share's borders are multiples of 256 bytes, so the parts are not exactly these.
     stored = {name: whole[name] / (5 * 12_288) for name in ("on_host", "share", "at_peers")}
@@ -66,7 +69,7 @@ def test_the_slower_way_of_the_copies_counts(
     assert stored["at_peers"] == pytest.approx(on_device * (1 - 1 / replicas), abs=0.13)
     nvlink = stored["share"] * OWN_SECONDS + stored["at_peers"] * PEER_SECONDS
     copy = max(stored["on_host"] * HOST_SECONDS, nvlink)
-    assert found == pytest.approx(max(6 * (experts + others), 5 * copy))
+    assert found == pytest.approx(max(6 * (experts + others), 5 * copy), abs=AHEAD)
 
 
 def test_one_slot_hides_copies_behind_other_computation_only() -> None:
@@ -132,15 +135,16 @@ def test_work_enqueued_before_a_synchronization_has_landed() -> None:
     gpu = VirtualGpu(Bandwidths(1e3, 1e4, 1e5))
     target, source = torch.zeros(1000, dtype=torch.uint8), torch.ones(1000, dtype=torch.uint8)
     gpu.copy(gpu.new_stream(), target, source)
-    gpu.compute(0.5, [source])
+    gpu.begin(LayerSeconds(experts=0.5))
+    gpu.compute_experts([source])
     assert not target.any() and gpu.now == 0.5
     gpu.synchronize()
     assert target.all() and gpu.now == 1.0
-    gpu.compute(0.5, [target])
+    gpu.compute_experts([target])
     assert not gpu.races
     gpu.copy(gpu.new_stream(), target, source)
     assert gpu.races == 2  # The new stream waits neither for the first copy nor for the read.
-    gpu.begin(0.1)
+    gpu.begin(LayerSeconds(), 0.1)
     assert gpu.now == 1.5
 
 

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,6 +43,9 @@ class Gpu:
         flops: dense operations per second in bfloat16.
         link: bytes per second to a GPU of another engine.
         fp8_flops: dense operations per second in FP8; 0 if it has no FP8.
+        pcie, nvlink: bytes per second from host memory, and from other GPUs of the machine; 0 if
+            unknown.
+        copy_efficiency: share of a bandwidth that copies reach.
     """
 
     name: str
@@ -49,6 +54,9 @@ class Gpu:
     flops: float
     link: float
     fp8_flops: float = 0.0
+    pcie: float = 0.0
+    nvlink: float = 0.0
+    copy_efficiency: float = 0.8
 
     @classmethod
     def load(cls, name: str) -> Gpu:
@@ -59,10 +67,11 @@ class Gpu:
         if name.endswith(".json"):
             fields = _read_json(Path(name))
             wanted = {"name", "memory", "bandwidth", "flops", "link"}
-            if fields.keys() - {"fp8_flops"} != wanted:
+            optional = {field.name for field in dataclasses.fields(cls)} - wanted
+            if fields.keys() - optional != wanted:
                 raise ValueError(
                     f"{name} has {sorted(fields)}; a GPU's data sheet has {sorted(wanted)} and, if "
-                    "it has FP8, fp8_flops."
+                    f"known, {sorted(optional)}."
                 )
             return cls(**fields)
         import yaml
@@ -77,14 +86,18 @@ class Gpu:
                 "name, memory (bytes), bandwidth and link (bytes/s) and flops (1/s)."
             )
         sheet = yaml.safe_load(sheets[name].read_text())
-        gpu = sheet["gpu"]
+        gpu, node = sheet["gpu"], sheet["node"]
         return cls(
             name,
             int(gpu["mem_capacity"]),
             float(gpu["mem_bw"]),
             float(gpu["bfloat16_tc_flops"]),
-            float(sheet["node"]["inter_node_bw"]),
+            float(node["inter_node_bw"]),
             float(gpu.get("fp8_tc_flops") or 0),
+            float(node.get("pcie_bw") or 0),
+            float(node.get("intra_node_bw") or 0),
+            # The sheets know this share for the GPU's own memory only.
+            float(gpu["mem_bw_empirical_scaling_factor"]),
         )
 
 
@@ -174,6 +187,11 @@ class Model:
         return 2 if self.weights == "bfloat16" else 1
 
     @cached_property
+    def expert_bytes(self) -> int:
+        """The bytes of one layer's experts."""
+        return self.experts * self.expert_weights * self.bytes_per_weight
+
+    @cached_property
     def weight_bytes(self) -> int:
         embeddings = self.head_weights * (1 if self.config.get("tie_word_embeddings") else 2)
         layer = self.attention_weights + self.experts * self.expert_weights
@@ -190,23 +208,42 @@ def memory_fraction(gpu: Gpu, tensor_parallel: int) -> float:
     return derive_sglang_mem_fraction_static(gpu.memory, tensor_parallel)
 
 
-def kv_tokens(gpu: Gpu, model: Model, tensor_parallel: int, fraction: float) -> int:
+def kv_tokens(
+    gpu: Gpu, model: Model, tensor_parallel: int, fraction: float, weights: float | None = None
+) -> int:
     """Return the tokens in the KV pool of an SGLang engine.
 
     Args:
         fraction: share of the memory for weights and KV (``--mem-fraction-static``).
+        weights: bytes of weights on the GPUs; by default all.
 
     Raises: ValueError if the weights leave no room.
     """
     memory = tensor_parallel * gpu.memory * fraction
-    left = memory - model.weight_bytes
+    weights = model.weight_bytes if weights is None else weights
+    left = memory - weights
     if left < model.kv_bytes_per_token:
         raise ValueError(
-            f"The weights of {model.name} take {model.weight_bytes / 1e9:.0f} GB, and "
+            f"The weights of {model.name} take {weights / 1e9:.0f} GB, and "
             f"{fraction:.0%} of {tensor_parallel} x {gpu.name} is {memory / 1e9:.0f} GB: "
             "give a larger --flashmoa-device-tp or another GPU."
         )
     return int(left // model.kv_bytes_per_token)
+
+
+def comm_table(gpu: str, name: str) -> list[dict[str, Any]]:
+    """Return the rows of SGLang's newest table of this name on communication; empty without one."""
+    folder = _package_folder("systems")
+    files = folder.glob(f"data/{gpu}/comm/sglang/*/{name}.parquet") if folder else []
+    # Releases have numbers, as in 0.5.6.post2.
+    newest = max(
+        files, key=lambda file: [int(n) for n in re.findall(r"\d+", file.parent.name)], default=None
+    )
+    if newest is None:
+        return []
+    import pandas
+
+    return pandas.read_parquet(newest).to_dict("records")
 
 
 def _package_folder(name: str) -> Path | None:
@@ -288,22 +325,27 @@ class Roofline:
         tokens = prefills.tokens + forward.decodes
         if not tokens:
             return 0.0
-        weight = model.bytes_per_weight
         linear = max(
-            model.attention_weights * weight / self._bandwidth,
+            model.attention_weights * model.bytes_per_weight / self._bandwidth,
             2 * tokens * model.attention_weights / self._layer_flops,
         )
-        # Expected number of experts that some token needs, if tokens choose experts at random.
-        idle = (1 - model.experts_per_token / model.experts) ** tokens
-        needed = model.experts * (1 - idle) if model.experts > 1 else 1
-        reads = needed * model.expert_weights * weight / self._bandwidth
-        computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._layer_flops
-        layer = linear + max(reads, computed)
         logits = max(
             2 * model.head_weights / self._bandwidth,
             2 * requests * model.head_weights / self._flops,
         )
-        return model.layers * layer + self._attention(forward) + logits
+        others = model.layers * linear + self._attention(forward) + logits
+        return others + self.expert_seconds(forward)
+
+    def expert_seconds(self, forward: Forward) -> float:
+        """Return the part of a forward's time in experts, or in a dense model's MLPs."""
+        model, tokens = self._model, forward.prefills.tokens + forward.decodes
+        # Expected number of experts that some token needs, if tokens choose experts at random.
+        idle = (1 - model.experts_per_token / model.experts) ** tokens
+        needed = model.experts * (1 - idle) if model.experts > 1 else 1
+        weights = needed * model.expert_weights
+        reads = weights * model.bytes_per_weight / self._bandwidth
+        computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._layer_flops
+        return model.layers * max(reads, computed)
 
     def _attention(self, forward: Forward) -> float:
         prefills, model = forward.prefills, self._model
@@ -331,12 +373,20 @@ class MeasuredTables:
         model: a name on Hugging Face that the package knows, or a folder with a ``config.json``.
         tensor_parallel: number of GPUs that share the model.
         weights: precision of the weights, ``bfloat16``, ``fp8`` or ``fp8_block``.
+        backend: the engine whose kernels were measured, ``sglang`` or ``vllm``.
+        division: the package's other arguments on dividing the model, such as ``moe_ep_size``.
 
     Raises: ValueError if the package is not installed, or has no tables for this GPU and model.
     """
 
     def __init__(
-        self, gpu: str, model: str, tensor_parallel: int = 1, weights: str = "bfloat16"
+        self,
+        gpu: str,
+        model: str,
+        tensor_parallel: int = 1,
+        weights: str = "bfloat16",
+        backend: str = "sglang",
+        **division: int,
     ) -> None:
         try:
             # Pandas, which the package imports, may warn.
@@ -352,7 +402,7 @@ class MeasuredTables:
         precision = {} if weights == "bfloat16" else dict.fromkeys(modes, weights)
         try:
             self.engine = sdk.EngineHandle.compile(
-                model, gpu, "sglang", tp_size=tensor_parallel, **precision
+                model, gpu, backend, tp_size=tensor_parallel, **precision, **division
             )
             self.engine.predict_decode_latency(1, 1)
         except Exception as error:  # The package raises errors of many classes.
@@ -368,7 +418,19 @@ class MeasuredTables:
         )
         return together + self._attention(prefills) + self._kv_reads(forward)
 
+    def expert_seconds(self, forward: Forward) -> float:
+        """Return the part of a forward's time in experts; 0 for a dense model."""
+        tokens = forward.prefills.tokens + forward.decodes
+        return self._experts(tokens) if tokens else 0.0
+
     @lru_cache(maxsize=4096)  # noqa: B019 - there is one object for the whole process
+    def _experts(self, tokens: int) -> float:
+        operations, _ = self.engine.run_static_per_op(
+            batch_size=1, isl=tokens, osl=1, mode="static_ctx"
+        )
+        return sum(ms for name, ms, *_ in operations if name == "context_moe") / 1000
+
+    @lru_cache(maxsize=4096)  # noqa: B019
     def _decode(self, requests: int, context: int) -> float:
         return self.engine.predict_decode_latency(requests, context) / 1000
 
@@ -431,6 +493,23 @@ class MeasuredTables:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """Seconds that one layer computes in a forward: with its experts, and everything else."""
+
+    experts: float = 0.0
+    others: float = 0.0
+
+    @classmethod
+    def of(
+        cls, times: Roofline | MeasuredTables, forward: Forward, layers: int, slowdown: float = 1.0
+    ) -> LayerSeconds:
+        """Return the mean over the layers."""
+        experts = times.expert_seconds(forward)
+        others = max(0.0, times.seconds(forward) - experts)
+        return cls(experts * slowdown / layers, others * slowdown / layers)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelledGpu:
     """A GPU, the model on it, and the times of forwards and transfers there.
 
@@ -458,6 +537,10 @@ class ModelledGpu:
         """Return the seconds of a forward, with the slowdown."""
         return self.times.seconds(forward) * self.slowdown
 
+    def layer_seconds(self, forward: Forward) -> LayerSeconds:
+        """Return the seconds of a layer in a forward, with the slowdown."""
+        return LayerSeconds.of(self.times, forward, self.model.layers, self.slowdown)
+
     def transfer_seconds(self, tokens: int) -> float:
         """Return the seconds to send the KV of ``tokens`` tokens, with the slowdown.
 
@@ -466,8 +549,10 @@ class ModelledGpu:
         size = tokens * self.model.kv_bytes_per_token
         return size / (self.gpu.link * self.tensor_parallel) * self.slowdown
 
-    def size_engine(self, server_args: Any) -> None:
+    def size_engine(self, server_args: Any, weights: float | None = None) -> None:
         """Give an engine its KV pool on this GPU, unless the user has set the pool's size.
+
+        Args: weights: as for :func:`kv_tokens`.
 
         Raises: ValueError if the weights do not fit.
         """
@@ -476,7 +561,7 @@ class ModelledGpu:
         if server_args.max_total_tokens is None:
             fraction = server_args.mem_fraction_static
             server_args.max_total_tokens = kv_tokens(
-                self.gpu, self.model, self.tensor_parallel, fraction
+                self.gpu, self.model, self.tensor_parallel, fraction, weights
             )
 
 

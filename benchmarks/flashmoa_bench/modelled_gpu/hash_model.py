@@ -5,6 +5,8 @@ long contexts stay faster than the modelled GPU. A token's KV is its id, and the
 on every id and position in the context. So a request that reads a wrong or unwritten place of the
 KV pool writes another text.
 
+With ``hash-experts:``, it also depends on every byte of all layers' experts, in each forward.
+
 It answers at temperature 0 and has no log-probabilities.
 """
 
@@ -19,12 +21,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from flashmoa_bench.modelled_gpu.gpu import Model
+from flashmoa_bench.modelled_gpu.options import DeviceOptions
+
 # Plain words make answers that can be read, and tokenised again.
 _WORD = re.compile(r" [a-z]{2,12}")
 # Only the first ids are candidates, so that logits are narrow.
 _HIGHEST_ID = 4096
-# ``--model-path hash:TOKENIZER_FOLDER`` asks for a hash model.
-PREFIX = "hash:"
+# ``--model-path hash:TOKENIZER_FOLDER`` asks for a hash model, ``hash-experts:`` for one with as
+# many layers of experts as the modelled model has.
+PREFIX, EXPERTS_PREFIX = "hash:", "hash-experts:"
 # Width of keys and values.
 WIDTH = 1
 # Ids are below 2**20 and contexts have at most 2**20 tokens. So a sum of ids times factors is below
@@ -32,7 +38,11 @@ WIDTH = 1
 FACTORS = 1 << 12
 # Below 2**24: float32 holds a hash exactly.
 PRIME = 16_777_213
-ARCHITECTURE = "HashForCausalLM"
+ARCHITECTURE, EXPERTS_ARCHITECTURE = "HashForCausalLM", "HashExpertsForCausalLM"
+# Experts of a layer, and their width. In shares of eight replicas, and halves of them, the bytes of
+# both tensors keep their alignment.
+EXPERTS, EXPERT_WIDTH = 4, 16
+LAYER_BYTES = EXPERTS * 3 * EXPERT_WIDTH * EXPERT_WIDTH * 4
 # SGLang's variable for a package with more model classes, and our package.
 MODEL_PACKAGE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "flashmoa_bench.modelled_gpu.models")
 _TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "chat_template*")
@@ -43,11 +53,14 @@ def serve_hash_model(args: Namespace) -> None:
 
     Raises: SystemExit if the folder has no tokenizer, or the model cannot be written.
     """
-    if not args.model_path.startswith(PREFIX):
+    if not args.model_path.startswith((PREFIX, EXPERTS_PREFIX)):
         return
     try:
+        has_experts = args.model_path.startswith(EXPERTS_PREFIX)
         # This context is longer than any benchmark's prompt.
-        folder = write_hash_model(args.model_path, context=131_072)
+        folder = write_hash_model(
+            args.model_path, 131_072, _modelled_layers() if has_experts else 0
+        )
     except (OSError, ValueError) as error:
         raise SystemExit(f"--model-path {args.model_path}: {error}") from error
     args.model_path = str(folder)
@@ -59,21 +72,33 @@ def serve_hash_model(args: Namespace) -> None:
         registry.ModelRegistry.register(package, overwrite=True)
 
 
-def write_hash_model(model_path: str, context: int) -> Path:
+def _modelled_layers() -> int:
+    """Return the number of layers of the model whose times the engine takes.
+
+    Raises: ValueError if there is none, or it has no experts.
+    """
+    name = DeviceOptions.from_environment().device_model
+    if not name or (model := Model.load(name)).experts == 1:
+        raise ValueError("give a --flashmoa-device-model with experts, as Qwen/Qwen3-30B-A3B.")
+    return model.layers
+
+
+def write_hash_model(model_path: str, context: int, expert_layers: int = 0) -> Path:
     """Write a folder that SGLang serves, and return it.
 
     Each tokenizer has its own folder below ``~/.cache/flashmoa``. The folder stays, since an engine
     may be killed before it could delete it.
 
     Args:
-        model_path: ``hash:`` and a folder with the files of a Hugging Face tokenizer.
+        model_path: a prefix, and a folder with the files of a Hugging Face tokenizer.
         context: largest number of tokens of a request.
+        expert_layers: number of layers with experts.
 
     Raises:
         ValueError: if the folder has no tokenizer, or its vocabulary has no plain words.
         OSError: if the cache cannot be written.
     """
-    source = Path(model_path.removeprefix(PREFIX)).resolve()
+    source = Path(model_path.partition(":")[2]).resolve()
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder.")
     import numpy
@@ -91,7 +116,7 @@ def write_hash_model(model_path: str, context: int) -> Path:
     if len(words) < 2:
         raise ValueError(f"The tokenizer in {source} has no words among its first {_HIGHEST_ID}.")
     config = {
-        "architectures": [ARCHITECTURE],
+        "architectures": [EXPERTS_ARCHITECTURE if expert_layers else ARCHITECTURE],
         "model_type": "qwen3",
         "dtype": "float32",
         "vocab_size": len(tokenizer),
@@ -105,9 +130,10 @@ def write_hash_model(model_path: str, context: int) -> Path:
         "num_hidden_layers": 1,
         "tie_word_embeddings": True,
         "hash_words": words,
+        "hash_layers": expert_layers,
     }
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = sha256(f"{source} {context}".encode()).hexdigest()[:16]
+    name = sha256(f"{source} {context} {expert_layers}".encode()).hexdigest()[:16]
     folder = cache / "flashmoa" / "hash-models" / name
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in _TOKENIZER_FILES:

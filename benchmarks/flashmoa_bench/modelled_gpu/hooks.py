@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_bench.modelled_gpu.experts import virtual_gpu
 from flashmoa_bench.modelled_gpu.gpu import Forward, ModelledGpu, Prefills, modelled_gpu
+from flashmoa_bench.modelled_gpu.virtual_gpu import VirtualGpu
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -35,7 +37,7 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    timed = TimedForwards(modelled)
+    timed = TimedForwards(modelled, gpu=virtual_gpu())
     ModelRunner.forward = timed.notice(ModelRunner.forward)
     Scheduler.run_batch = timed.delay(Scheduler.run_batch)
     Scheduler.get_internal_state = timed.report(Scheduler.get_internal_state)
@@ -98,11 +100,19 @@ class Clock:
 
 
 class TimedForwards:
-    """Hooks that note the work of a scheduler's forwards, and delay their results."""
+    """Hooks that note the work of a scheduler's forwards, and delay their results.
 
-    def __init__(self, modelled: ModelledGpu, clock: Clock | None = None) -> None:
+    Args: gpu: the GPU that experts are copied to, if they are.
+    """
+
+    def __init__(
+        self, modelled: ModelledGpu, clock: Clock | None = None, gpu: VirtualGpu | None = None
+    ) -> None:
         self._modelled = modelled
         self._clock = clock or Clock()
+        self._gpu = gpu
+        # When the GPU can begin the batch that is being launched.
+        self._begins = 0.0
         self._noticed: list[Forward] = []
         # The first query loads the tables, which takes up to a second.
         modelled.times.seconds(Forward(Prefills.of([(0, 1)]), 1, 1))
@@ -113,7 +123,9 @@ class TimedForwards:
 
         @wraps(original)
         def forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            self._noticed.append(describe(forward_batch))
+            self._noticed.append(work := describe(forward_batch))
+            if self._gpu is not None:
+                self._gpu.begin(self._modelled.layer_seconds(work), self._begins)
             began = time.process_time()
             result = original(model_runner, forward_batch, *args, **kwargs)
             self._clock.computing_seconds += time.process_time() - began
@@ -129,10 +141,13 @@ class TimedForwards:
             clock = self._clock
             self._noticed.clear()
             launched, follows = clock.now(), scheduler.last_batch is not None
+            self._begins = max(clock.free_at, launched)
             result = original(scheduler, batch, *args, **kwargs)
             if not self._noticed:
                 return result
             seconds = sum(map(self._modelled.seconds, self._noticed))
+            if self._gpu is not None:
+                seconds = self._gpu.now - self._begins
             ends = clock.launch(seconds, launched, clock.now(), follows=follows)
             if scheduler.enable_overlap:
                 result.copy_done = ResultEvent(clock, ends)
@@ -158,6 +173,7 @@ class TimedForwards:
                 "overrun_seconds": clock.overrun_seconds,
                 "starved_seconds": clock.starved_seconds,
                 "computing_seconds": clock.computing_seconds,
+                "races": self._gpu.races if self._gpu is not None else 0,
             }
             return result
 

@@ -30,6 +30,7 @@ def register() -> None:
         HookRegistry.register(sized, size_engine, HookType.BEFORE)
         HookRegistry.register(f"{_PLATFORM}.get_device_total_memory", device_memory)
         HookRegistry.register("flashmoa_cpu.platform.make_attention", time_forwards)
+        HookRegistry.register("flashmoa_sglang.moe.asyncep.cuda.CudaDevice.of", open_virtual_gpu)
 
 
 def read_arguments(_cls: type, args: Namespace) -> None:
@@ -49,13 +50,25 @@ def size_engine(_platform: Any, server_args: Any) -> None:
 
     Raises: SystemExit if the GPU, the model or its times are unknown.
     """
+    from flashmoa_bench.modelled_gpu.experts import check_model, resident_bytes
     from flashmoa_bench.modelled_gpu.gpu import modelled_gpu
 
     try:
         if (modelled := modelled_gpu()) is not None:
-            modelled.size_engine(server_args)
+            check_model(server_args.model_path)
+            modelled.size_engine(server_args, resident_bytes(modelled.model))
     except ValueError as error:
         raise SystemExit(f"flashmoa serve: {error}") from error
+
+
+def open_virtual_gpu(_gpu: Any, *_arguments: Any) -> Any:
+    """Return the GPU that experts are copied to; ``None`` if the engine takes no GPU's time.
+
+    This runs after ``CudaDevice.of``, which finds no GPU on a CPU.
+    """
+    from flashmoa_bench.modelled_gpu.experts import virtual_gpu
+
+    return virtual_gpu()
 
 
 def device_memory(_memory: int, _platform: Any, _device_id: int = 0) -> int | None:
@@ -71,11 +84,12 @@ def time_forwards(_backend: Any, runner: Any) -> Any:
 
     This runs after ``make_attention``. The classes to hook cannot be imported earlier.
     """
-    from flashmoa_bench.modelled_gpu.hash_model import ARCHITECTURE
+    from flashmoa_bench.modelled_gpu.hash_model import ARCHITECTURE, EXPERTS_ARCHITECTURE
     from flashmoa_bench.modelled_gpu.hooks import install
 
     install()
-    if ARCHITECTURE not in (runner.model_config.hf_config.architectures or ()):
+    architectures = set(runner.model_config.hf_config.architectures or ())
+    if not architectures & {ARCHITECTURE, EXPERTS_ARCHITECTURE}:
         return None
     from flashmoa_bench.modelled_gpu.models.hash_causal_lm import HashAttentionBackend
 

@@ -5,6 +5,9 @@ same prompts, in forwards of several sizes. A longer forward hides more of the c
 exposed. Each batch is one forward, with one token as answer to each prompt. A third engine keeps no
 KV (§6.3); the second table shows the memory that this saves. A running engine with SGLang's own
 ``--cpu-offload-gb``, which needs a GPU, can be compared too.
+
+With ``--device`` no engine runs: the real offloader takes the time of a modelled GPU, and other
+ways to divide the experts over its GPUs are computed from NVIDIA's tables.
 """
 
 from __future__ import annotations
@@ -86,12 +89,21 @@ class EngineMemory:
 
 
 def _check(options: argparse.Namespace) -> str | None:
-    if options.device:
-        return (
-            "--device knows no time of copying experts to the device, which is what asyncep "
-            "measures: leave it out"
-        )
-    return None
+    if not options.device:
+        return None
+    from flashmoa_bench.prefill.asyncep_modelled import check
+
+    return check(options)
+
+
+async def _run(report: Report) -> None:
+    if report.options.device:
+        # It needs the plugin, which running engines do not.
+        from flashmoa_bench.prefill.asyncep_modelled import compute
+
+        return await compute(report)
+    report.options.tokens = report.options.tokens or [256, 1024, 4096]
+    return await _measure(report)
 
 
 async def _measure(report: Report) -> None:
@@ -231,11 +243,17 @@ def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
 main = command(
     "asyncep",
     __doc__,
-    _measure,
+    _run,
     (*ROLES, _OFFLOAD),
-    Option("--tokens", positive, [256, 1024, 4096], "tokens of a forward"),
+    Option(
+        "--tokens",
+        positive,
+        [],
+        "tokens of a forward (256, 1,024 and 4,096; with --device 1,024 to 131,072)",
+    ),
     Option("--prompt", positive, 1024, "tokens of each prompt"),
     Option("--peak-tflops", float, None, "peak of the device, for the MFU"),
+    Option("--tables", str, "sglang", "with --device: whose kernels", choices=("sglang", "vllm")),
     check=_check,
     defaults={"shape": "experts"},
 )

@@ -47,3 +47,29 @@ async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
         copied["host_experts"] == whole["device_experts"] * (EXPERTS.layers - 1) // EXPERTS.layers
     )
     assert copied["misses"] == 0
+
+
+async def test_asyncep_on_a_modelled_gpu_hides_copies_in_long_forwards(tmp_path: Path) -> None:
+    out = tmp_path / "asyncep.json"
+    command = ["asyncep", "--device", "h100_sxm", "--device-model", "Qwen/Qwen3-30B-A3B"]
+    command += ["--tokens", "4096", "131072", "--prompt", "4096", "--json", str(out)]
+    assert await anyio.to_thread.run_sync(bench, command) == 0
+    found = json.loads(out.read_text())["results"]
+    short, long = (
+        {row["way"]: row for row in found["forwards"] if row["tokens"] == size}
+        for size in (4096, 131_072)
+    )
+    ways = ["AsyncEP h2d", "AsyncEP hybrid", "AsyncEP d2d"]
+    exposed = [short[way]["exposed"] for way in ways]
+    assert exposed == sorted(exposed, reverse=True) and exposed[-1] > 0
+    assert all(long[way]["exposed"] == 0 for way in ways)
+    crossings = {row["way"]: row for row in found["crossings"]}
+    for row in crossings.values():
+        assert 4096 < row["hidden_from"] <= 131_072 and row["hidden_from"] < row["at_peak"]
+    assert {row["context"] for row in found["gains"]} == {1024, 4096, 8192, 32_768, 131_072}
+
+
+async def test_a_dense_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["asyncep", "--device", "h100_sxm", "--device-model", "Qwen/Qwen3-8B"]
+    assert await anyio.to_thread.run_sync(bench, command) == 1
+    assert "Qwen/Qwen3-8B has no experts" in capsys.readouterr().err

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from flashmoa_bench.modelled_gpu.gpu import Model
-from flashmoa_bench.prefill.expert_parallelism import (
+from flashmoa_bench.modelled_gpu.expert_parallelism import (
     Division,
     LayerTraffic,
     break_even_tokens,
-    expert_bytes,
     layer_traffic,
     weight_bytes,
 )
+from flashmoa_bench.modelled_gpu.gpu import Model
 
 QWEN3_235B = {
     "num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64,
@@ -104,7 +103,7 @@ def test_gigabytes_of_weights(division: Division, bf16: float, fp8: float) -> No
 
 
 def test_a_layers_experts_and_kv_have_the_models_sizes() -> None:
-    assert [expert_bytes(model) for model in (BF16, FP8, SMALL)] == [
+    assert [model.expert_bytes for model in (BF16, FP8, SMALL)] == [
         4_831_838_208, 2_415_919_104, 1_207_959_552
     ]  # fmt: skip
     assert [model.kv_bytes_per_token for model in (BF16, SMALL)] == [192_512, 98_304]

@@ -170,6 +170,14 @@ def test_a_roofline_counts_reads_and_arithmetic() -> None:
     assert seconds == pytest.approx((2 * layers * 8192 + pairs) / 1e15, rel=0.01)
 
 
+@pytest.mark.parametrize("times", [Roofline, MeasuredTables])
+def test_experts_take_a_part_of_a_forward(times: Any) -> None:
+    gpu, model = Gpu.load("h100_sxm"), Model.load("Qwen/Qwen3-30B-A3B")
+    device = times(gpu, model) if times is Roofline else times(gpu.name, model.name)
+    for forward in (prefill(0, 1024), prefill(0, 16_384), Forward(decodes=8, context=100)):
+        assert 0.1 < device.expert_seconds(forward) / device.seconds(forward) < 0.95
+
+
 def test_a_step_reads_only_the_needed_experts() -> None:
     model = Model.load("Qwen/Qwen3-30B-A3B")
     roofline = Roofline(Gpu("gpu", 10**11, 1e12, 1e18, 1e10), model)

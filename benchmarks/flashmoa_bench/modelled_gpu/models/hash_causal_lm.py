@@ -45,12 +45,17 @@ class HashForCausalLM(torch.nn.Module):
         # A prefill has a row for each new token. The last row has the hash.
         if (rows := forward_batch.extend_seq_lens) is not None:
             hashes = hashes[rows.cumsum(0) - 1]
+        hashes = (hashes + self._hash_layers()) % PRIME
         # After equal further tokens, two contexts' hashes keep their difference. Their squares do
         # not, so two contexts that agree in one word differ in the next.
         words = self.words[hashes * hashes % PRIME % len(self.words)]
         starts = (self._size - words).tolist()
         logits = torch.stack([self._logits[start : start + self._size] for start in starts])
         return LogitsProcessorOutput(next_token_logits=logits)
+
+    def _hash_layers(self) -> int:
+        """Return what the layers add to the hashes of all contexts: nothing, without layers."""
+        return 0
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load nothing: there are no weights."""

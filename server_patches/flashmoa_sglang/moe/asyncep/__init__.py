@@ -70,6 +70,7 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.utils.offloader import NoopOffloader
 
+    from flashmoa_sglang.moe.asyncep.cuda import CudaDevice
     from flashmoa_sglang.moe.asyncep.experts import store_on_host
     from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader
     from flashmoa_sglang.moe.asyncep.replicas import Replica, ShareExchange, share_experts
@@ -86,7 +87,14 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         exchange = ShareExchange(replica)
         store = partial(share_experts, exchange=exchange, on_device=options.on_device())
     whole = get_pp_group().world_size == 1
-    return ExpertOffloader(FusedMoE, "run_moe_core", options.asyncep_slots, store, whole=whole)
+    return ExpertOffloader(
+        FusedMoE,
+        "run_moe_core",
+        options.asyncep_slots,
+        store,
+        whole=whole,
+        open_gpu=CudaDevice.of,
+    )
 
 
 def choose_arguments(original: Callable[..., Any], cls: type, args: Namespace) -> Any:

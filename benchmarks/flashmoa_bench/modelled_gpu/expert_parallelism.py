@@ -60,7 +60,7 @@ def layer_traffic(
         tokens: number of tokens in a forward: with DP and PP of each GPU, with TP of all together.
         on_device: share of the experts that ``HYBRID`` keeps on the GPUs.
     """
-    experts, others = expert_bytes(model), (gpus - 1) / gpus
+    experts, others = model.expert_bytes, (gpus - 1) / gpus
     states = tokens * model.config["hidden_size"] * activation_bytes
     routed = model.experts_per_token * states
     match division:
@@ -92,7 +92,7 @@ def weight_bytes(division: Division, model: Model, gpus: int, on_device: float =
     Args:
         on_device: as for :func:`layer_traffic`.
     """
-    experts, layers = expert_bytes(model), model.layers
+    experts, layers = model.expert_bytes, model.layers
     dense = model.weight_bytes - layers * experts
     at_hand = dense + _LAYERS_AT_HAND * experts
     match division:
@@ -112,15 +112,10 @@ def weight_bytes(division: Division, model: Model, gpus: int, on_device: float =
             return at_hand + _LAYERS_AT_HAND * experts / gpus
 
 
-def expert_bytes(model: Model) -> int:
-    """Return the bytes of one layer's experts."""
-    return model.experts * model.expert_weights * model.bytes_per_weight
-
-
 def break_even_tokens(model: Model, activation_bytes: int = 2) -> float:
     """Return the tokens of a GPU above which ``D2D`` copies fewer bytes than ``DP_EP``.
 
     AsyncEP is faster from far fewer tokens on, because its copies overlap with the computation.
     """
     routed = model.experts_per_token * model.config["hidden_size"] * activation_bytes
-    return expert_bytes(model) / (2 * routed)
+    return model.expert_bytes / (2 * routed)

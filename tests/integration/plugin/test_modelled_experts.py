@@ -1,0 +1,128 @@
+"""Test engines that copy experts in the time of a GPU: the same texts, and the copies' time."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.support import generate, start_special_engine
+
+Words = Callable[[int, int], str]
+GPU = {
+    "FLASHMOA_DEVICE": "h200_sxm",
+    "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-30B-A3B",
+    "FLASHMOA_DEVICE_WEIGHTS": "fp8_block",
+}
+# The layers, their experts' bytes, and 0.8 of the bandwidths of PCIe 5 and NVLink 4.
+LAYERS, LAYER_BYTES = 48, 128 * 3 * 2048 * 768
+HOST, NVLINK, OWN = 0.8 * 64e9, 0.8 * 450e9, 0.8 * 4.8e12 / 2
+TOKENS = 3
+
+
+@pytest.fixture(scope="module")
+async def expected(engines: LocalEngines, model: Path, words: Words) -> dict[str, str]:
+    """Prompts, and the answers of an engine with all experts on its GPU."""
+    prompts = [words(length, 6000 + length) for length in (3, 200, 900)]
+    async with (
+        start_special_engine(engines, f"hash-experts:{model}", environment=GPU) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+    ):
+        return {prompt: (await generate(client, prompt, TOKENS))[0] for prompt in prompts}
+
+
+async def device_of(engine: LocalEngine) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        return (await http.get("/server_info")).json()["internal_states"][0]["modelled_gpu"]
+
+
+async def check(engine: LocalEngine, expected: dict[str, str], copy: float) -> None:
+    """Check an engine's answers, and that each forward takes as long as the copies of all layers.
+
+    Args: copy: seconds to copy a layer's experts.
+    """
+    async with EngineClient(engine.url, timeout=120) as client:
+        for prompt, answer in expected.items():
+            await client.flush_cache()
+            before = await device_of(engine)
+            assert (await generate(client, prompt, TOKENS))[0] == answer
+            after = await device_of(engine)
+            forwards = after["forwards"] - before["forwards"]
+            seconds = after["device_seconds"] - before["device_seconds"]
+            # Idle streams copy ahead: two slots before the first forward, and the start of others.
+            assert (forwards * (LAYERS - 1) - 2) * copy - 1e-6 <= seconds
+            assert seconds <= forwards * LAYERS * copy * 1.01
+            assert after["races"] == 0
+        (kv,) = (await client.info()).kv
+        assert kv.experts is not None and kv.experts.misses == 0
+
+
+async def test_texts_are_the_same_with_experts_on_the_host(
+    engines: LocalEngines, model: Path, expected: dict[str, str]
+) -> None:
+    flags = ["--flashmoa-asyncep", "h2d"]
+    async with start_special_engine(
+        engines, f"hash-experts:{model}", *flags, environment=GPU
+    ) as engine:
+        await check(engine, expected, LAYER_BYTES / HOST)
+
+
+@pytest.mark.slow
+async def test_texts_are_the_same_with_experts_of_another_replica(
+    engines: LocalEngines, model: Path, expected: dict[str, str]
+) -> None:
+    flags = ["--flashmoa-asyncep", "d2d", "--flashmoa-asyncep-group", uuid.uuid4().hex]
+    replicas: dict[int, LocalEngine] = {}
+    async with AsyncExitStack() as stack:
+
+        async def start(rank: int) -> None:
+            engine = start_special_engine(
+                engines,
+                f"hash-experts:{model}",
+                *flags,
+                "--flashmoa-asyncep-replica",
+                f"{rank}/2",
+                environment=GPU,
+            )
+            replicas[rank] = await stack.enter_async_context(engine)
+
+        async with anyio.create_task_group() as group:
+            for rank in range(2):
+                group.start_soon(start, rank)
+        copy = LAYER_BYTES / 2 * (1 / NVLINK + 1 / OWN)
+        for engine in replicas.values():
+            await check(engine, expected, copy)
+
+
+@pytest.mark.slow
+async def test_the_saturation_is_that_of_the_gpu(engines: LocalEngines, model: Path) -> None:
+    async with (
+        start_special_engine(
+            engines,
+            f"hash-experts:{model}",
+            "--flashmoa-asyncep",
+            "h2d",
+            measures=True,
+            environment=GPU,
+        ) as engine,
+        EngineClient(engine.url, timeout=120) as client,
+    ):
+        found = (await client.info()).saturation
+    assert found is not None and found.transfer == pytest.approx(LAYER_BYTES / HOST)
+    # As flashmoa bench asyncep --device computes.
+    assert found.tokens is not None and 40_000 < found.tokens < 70_000
+
+
+async def test_other_models_are_refused(engines: LocalEngines, experts_model: Path) -> None:
+    with pytest.raises(Exception, match="needs --model-path hash-experts:TOKENIZER_FOLDER"):
+        await engines.start(
+            experts_model, core=1, arguments=["--flashmoa-asyncep", "h2d"], environment=GPU
+        )

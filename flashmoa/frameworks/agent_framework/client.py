@@ -38,7 +38,7 @@ from flashmoa.openai.http import advising, observe_completions
 
 
 @dataclass(frozen=True)
-class AgentRequest(CallRequest):
+class AgentFrameworkRequest(CallRequest):
     """A request of an agent, with the framework's messages."""
 
     messages: Sequence[Message] = ()
@@ -204,7 +204,9 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
     def _begin(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ObservedCall:
         """Begin a call whose request is about to be sent; linked workflows observe it."""
         model = options.get("model") or self.model or ""
-        request = AgentRequest(self.engine.url, model, client=self.engine, messages=tuple(messages))
+        request = AgentFrameworkRequest(
+            self.engine.url, model, client=self.engine, messages=tuple(messages)
+        )
         executor = find_calling_executor() if self.linked_teams else None
         observers = self.linked_teams.observe(executor, request) if executor is not None else []
         return ObservedCall(observers)

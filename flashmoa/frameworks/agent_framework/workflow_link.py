@@ -41,7 +41,11 @@ from flashmoa.frameworks.agent_framework.chats import (
     find_orchestrator,
     is_chat,
 )
-from flashmoa.frameworks.agent_framework.client import AgentRequest, FlashMoAChatClient, ToolCalls
+from flashmoa.frameworks.agent_framework.client import (
+    AgentFrameworkRequest,
+    FlashMoAChatClient,
+    ToolCalls,
+)
 from flashmoa.frameworks.agent_framework.dry_run import (
     answers_requests,
     asks_no_model,
@@ -211,7 +215,7 @@ class WorkflowLinkPlanner(LinkPlanner):
                 self.end_all("unused")
         conversation = get_conversation(executor)
         self._known.conversations.setdefault(name, conversation)
-        messages = cast("AgentRequest", request).messages
+        messages = cast("AgentFrameworkRequest", request).messages
         length = self._known.lengths.setdefault(name, len(messages))
         if len(messages) > length:
             # Its tools have run: others get their calls and results, and then its text.

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ FRAMEWORKS = {
 Row = dict[str, Any]
 
 
-async def measure(framework: str, url: str, logs: Path) -> list[Row]:
-    """Return the rows of a framework. What its programs print goes to a file in ``logs``."""
+async def measure(framework: str, url: str) -> list[Row]:
+    """Return the rows of a framework."""
     python = _ROOT / FRAMEWORKS[framework][1] / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"{python} is missing; run `make {python.parents[1]}/.ready`")
@@ -54,7 +55,6 @@ async def measure(framework: str, url: str, logs: Path) -> list[Row]:
         check=False,
     )
     output = done.stdout.decode(errors="replace")
-    (logs / f"{framework}.log").write_text(output)
     if done.returncode:
         raise SystemExit(f"{framework} failed:\n{output[-3000:]}")
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"composition')]
@@ -64,8 +64,6 @@ async def measure(framework: str, url: str, logs: Path) -> list[Row]:
 async def measure_all(frameworks: list[str], at_once: int) -> list[Row]:
     """Start an engine, and return the rows of all frameworks in their order."""
     model = tiny_model("test", [_GUIDE], _ROOT / ".cache" / "models")
-    logs = _ROOT / ".cache" / "coverage"
-    logs.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Row]] = {}
     async with local_engines() as engines:
         arguments = ["--max-total-tokens", "60000", "--enable-cache-report"]
@@ -76,7 +74,7 @@ async def measure_all(frameworks: list[str], at_once: int) -> list[Row]:
 
         async def run(framework: str) -> None:
             async with limiter:
-                found[framework] = await measure(framework, engine.url, logs)
+                found[framework] = await measure(framework, engine.url)
             print(f"{framework}: {len(found[framework])} programs", flush=True)
 
         async with create_task_group() as group:
@@ -87,23 +85,35 @@ async def measure_all(frameworks: list[str], at_once: int) -> list[Row]:
 
 def table(rows: list[Row]) -> Iterator[str]:
     """Yield the lines of the table, in Markdown."""
-    names = ("framework", "agents", "tools", "linked, first run", "second run", "streamed", "why")
+    columns = ("first run", "second run", "streamed")
+    names = ["framework", "agents", *columns, *(f"{name}, tools" for name in columns), "why not"]
     yield f"| {' | '.join(names)} |"
     yield f"|{'---|' * len(names)}"
-    for row in rows:
-        cells = [row["framework"], row["composition"], "yes" if row["tools"] else "no"]
-        if "error" in row:
-            yield f"| {' | '.join(cells)} | error | | | {row['error'].splitlines()[-1]} |"
-            continue
-        first, second = row["first"], row["second"]
-        cells += [f"{run['linked']} of {run['linkable']}" for run in (first, second)]
-        cells.append(f"{second['streamed']} of {second['reading']}")
-        cells.append(describe(second["reasons"]))
-        yield f"| {' | '.join(cells)} |"
+    keys = dict.fromkeys((row["framework"], row["composition"]) for row in rows)
+    for key in keys:
+        cells, reasons = [*key], Counter[str]()
+        for tools in (False, True):
+            row = find_row(rows, *key, tools)
+            if row is None or "error" in row:
+                cells += ["failed" if row else ""] * len(columns)
+                continue
+            first, second = row["first"], row["second"]
+            cells += [f"{run['linked']} of {run['linkable']}" for run in (first, second)]
+            cells.append(f"{second['streamed']} of {second['reading']}")
+            reasons.update(second["reasons"])
+        yield f"| {' | '.join(cells)} | {describe(reasons)} |"
+
+
+def find_row(rows: list[Row], framework: str, composition: str, tools: bool) -> Row | None:
+    key = (framework, composition, tools)
+    found = (row for row in rows if (row["framework"], row["composition"], row["tools"]) == key)
+    return next(found, None)
 
 
 def describe(reasons: Mapping[str, int]) -> str:
-    return "; ".join(f"{text} ({count})" for text, count in reasons.items())
+    """Return the reasons, without the texts before calls of tools, which nobody reads."""
+    shown = {text: count for text, count in reasons.items() if not text.endswith("it calls tools")}
+    return "; ".join(f"{text} ({count})" for text, count in shown.items())
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from flashmoa.errors import EngineError
 from flashmoa.router.flops import true_flops
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.modelled_gpu.expert_parallelism import Division, weight_bytes
-from flashmoa_bench.modelled_gpu.gpu import Gpu, LayerSeconds, Model
+from flashmoa_bench.modelled_gpu.gpu import Forward, Gpu, LayerSeconds, Model, Prefills
 from flashmoa_bench.prefill.offloaded import OffloadedModel, offloaded
 from flashmoa_bench.prefill.rivals import (
     DEEP_EP,
@@ -257,8 +257,10 @@ class Node:
         return self._replica(way, gpus).seconds(*each)
 
     def _layer(self, prompt: int, tokens: int) -> LayerSeconds:
-        forward, *_ = forwards(min(prompt, tokens), tokens)
-        return LayerSeconds.of(self._rivals.alone, forward, self._model.layers)
+        """Return a layer's times in a forward of whole prompts and the beginning of another."""
+        whole, rest = divmod(tokens, prompt)
+        prefills = Prefills.of([(0, prompt)] * whole + [(0, rest)])
+        return LayerSeconds.of(self._rivals.alone, Forward(prefills), self._model.layers)
 
     def _hidden_from(self, way: Division, prompt: int) -> int | None:
         """Bisect for the fewest tokens, to 256, whose forward has no exposed copies."""
@@ -309,7 +311,7 @@ class Node:
 def find_gain(rows: Sequence[Throughput], context: int) -> Gain | None:
     """Return the gain for a context; ``None`` if AsyncEP or all rivals have no throughput.
 
-    AsyncEP copies as little from the host as its memory allows.
+    Of AsyncEP's ways within 1 % of the best, the one with the fewest copies from the host counts.
     """
     rates = {
         row.way: row.tokens_per_second
@@ -320,7 +322,9 @@ def find_gain(rows: Sequence[Throughput], context: int) -> Gain | None:
     rivals = [way for way in RIVALS if way in rates and way != IDEAL_PP]
     if not own or not rivals:
         return None
-    way, rival = own[-1], max(rivals, key=lambda one: rates[one])
+    best = max(rates[one] for one in own)
+    way = [one for one in own if rates[one] > 0.99 * best][-1]
+    rival = max(rivals, key=lambda one: rates[one])
     gain, *bounds = (
         rates[way] / rates[name] if name in rates else None for name in (rival, SHORT_PP, IDEAL_PP)
     )

@@ -41,7 +41,7 @@ KNOWN_ERRORS = {
     Division.PP: "As many chunks in flight as stages, all of equal tokens. With more of them "
     "(SGLang: --pp-async-batch-depth) or chunks of equal time (--enable-dynamic-chunking) there "
     "are fewer bubbles.",
-    SHORT_PP: "As PP. Engines choose such chunks without being told.",
+    SHORT_PP: "As PP. SGLang chooses such chunks on these GPUs; longer ones are an option.",
     IDEAL_PP: "A bound: every stage always computes.",
 }
 
@@ -96,10 +96,13 @@ class Rivals:
     def rate(self, way: str, gpus: int, prompt: int, tokens: int) -> float | None:
         """Return tokens per second and GPU; ``None`` where the package has no table.
 
+        ``SHORT_PP`` has a single number of tokens.
+
         Args: tokens: number of tokens in a forward: with TP of all GPUs, otherwise of each.
         """
+        if way == SHORT_PP and tokens != _SHORT_CHUNK:
+            return None
         if way in PIPELINES:
-            tokens = min(tokens, _SHORT_CHUNK) if way == SHORT_PP else tokens
             return self._pipelined(prompt, tokens, gpus, bubbles=way != IDEAL_PP)
         each = forwards(prompt, tokens)
         if way == DEEP_EP:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas
 import pytest
+import torch
 from flashmoa_bench.modelled_gpu.gpu import (
     Forward,
     Gpu,
@@ -29,6 +30,7 @@ from flashmoa_bench.modelled_gpu.gpu import (
 )
 from flashmoa_bench.modelled_gpu.hash_model import write_hash_model
 from flashmoa_bench.modelled_gpu.hooks import Clock, TimedForwards, TimedTransfers, describe
+from flashmoa_bench.modelled_gpu.virtual_gpu import Bandwidths, VirtualGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -351,6 +353,33 @@ def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
     machine.time += 0.5
     run_batch(scheduler, decoding())
     assert counted(forwards)["starved_seconds"] == 0.5
+
+
+def test_a_result_waits_for_copies_of_experts() -> None:
+    machine, gpu = Machine(), VirtualGpu(Bandwidths(host=1.0, peers=1.0, own=1.0))
+    times: Any = SimpleNamespace(seconds=lambda _: 3.0, expert_seconds=lambda _: 1.0)
+    model = Model("model", {"num_hidden_layers": 2})
+    modelled = ModelledGpu(Gpu("gpu", 1, 1, 1, 1), model, 1, times, slowdown=2)
+    forwards = TimedForwards(modelled, Clock(machine.now, machine.sleep), gpu)
+    weights, copies = torch.zeros(5, dtype=torch.uint8), gpu.new_stream()
+
+    def compute(_runner: Any, _batch: Any) -> None:
+        for _ in range(2):
+            gpu.compute_others()
+            gpu.copy(copies, weights, torch.ones(5, dtype=torch.uint8))
+            (copied := gpu.new_event()).record(copies)
+            gpu.current_stream().wait_event(copied)
+            gpu.compute_experts([weights])
+
+    run = forwards.delay(lambda _scheduler, batch: forwards.notice(compute)(None, batch))
+    scheduler = SimpleNamespace(enable_overlap=False, last_batch=None)
+    # Of a layer, the experts take 1 s and the rest 2 s. A copy takes 5 s and follows the others.
+    for ends in (11.0, 21.0, 31.0):
+        run(scheduler, decoding())
+        assert machine.time == ends
+    gpu_time = counted(forwards)
+    assert gpu_time["device_seconds"] == 31 and gpu_time["forwards"] == 3
+    assert gpu_time["races"] == 3 * 2 - 1  # No copy waits for the computation before it.
 
 
 def test_the_cpu_time_of_forwards_is_counted() -> None:

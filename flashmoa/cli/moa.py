@@ -138,11 +138,11 @@ async def _ask(url: str, key: str | None, model: str, form: Mapping[str, Any]) -
 async def _check_embedder(embedder: Embedder) -> Finding:
     try:
         with anyio.fail_after(_TIMEOUT_SECONDS):
-            await embedder.embed("Tuesday.")
+            await embedder.compare(["Tuesday.", "On Monday."])
     except (FlashMoAError, TimeoutError) as error:
         text = str(error) or f"it did not answer within {_TIMEOUT_SECONDS:g} s"
         return Finding("fix", "embedder", text, "correct [early_exit], or remove it")
-    return Finding("ok", "embedder", "it embeds texts")
+    return Finding("ok", "embedder", "it compares texts")
 
 
 async def _print_missing_engines(systems: Sequence[ServedSystem]) -> bool:

@@ -492,11 +492,19 @@ class EngineClient:
         body = {"tokens": list(token_ids), "skip_special_tokens": False}
         return (await self.ask("POST", "/detokenize", wire.RenderedText, body)).text
 
-    async def embed(self, texts: Sequence[str], *, model: str = "default") -> list[list[float]]:
-        """Return a vector for each text; the engine must serve an embedding model."""
-        body = {"model": model, "input": list(texts)}
-        answer = await self.ask("POST", "/v1/embeddings", wire.Embeddings, body)
-        return answer.in_order()
+    async def similarities(
+        self, texts: Sequence[str], *, model: str = "default"
+    ) -> list[list[float]]:
+        """Return how similar each text's token states are to each text's, in [0, 1].
+
+        The measure is the Frobenius cosine similarity (Faster-MoA, Algorithm 1). The engine must
+        serve an embedding model with the plugin (``flashmoa serve --is-embedding``).
+
+        Raises: PluginMissing if it does not.
+        """
+        body = {"model": model, "texts": list(texts)}
+        answer = await self.ask("POST", "/flashmoa/similarities", wire.Similarities, body)
+        return answer.similarities
 
     async def ask(
         self, method: str, path: str, answer: type[Answer], body: Mapping[str, Any] | None = None

@@ -322,17 +322,7 @@ class TextsTokens(_EngineAnswer):
     tokens: list[list[int]]
 
 
-class _Embedding(_EngineAnswer):
-    index: int
-    embedding: list[float]
+class Similarities(_EngineAnswer):
+    """The answer of ``POST /flashmoa/similarities``."""
 
-
-class Embeddings(_EngineAnswer):
-    """The answer of ``POST /v1/embeddings``."""
-
-    data: list[_Embedding]
-
-    def in_order(self) -> list[list[float]]:
-        """Return the vectors in the order of the texts."""
-        in_order = sorted(self.data, key=lambda embedding: embedding.index)
-        return [embedding.embedding for embedding in in_order]
+    similarities: list[list[float]]

@@ -39,7 +39,10 @@ POLICY_ROUTES = (
     *("/v1/classify", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
 # Any engine can answer these requests.
-_TEXT_ROUTES = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
+_TEXT_ROUTES = (
+    *("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    "/flashmoa/similarities",
+)
 _INFO_ROUTES = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
 # The capability of engines that add the text of their calls to prompt streams.
 _FOLLOWS = "follow"

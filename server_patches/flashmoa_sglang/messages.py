@@ -33,6 +33,7 @@ class RequestMark:
         expected_output: number of tokens that the client expects the request to decode.
         timed: the request runs only for the times of its forwards.
         rides: the request shall ride along with a decode step, in the same forward.
+        compared: the text's token states will be compared with the states of other texts.
     """
 
     stream: str | None = None
@@ -41,6 +42,7 @@ class RequestMark:
     expected_output: int | None = None
     timed: bool = False
     rides: bool = False
+    compared: bool = False
 
     def to_custom_params(self) -> dict[str, Any]:
         return {CUSTOM_PARAMS_KEY: asdict(self)}
@@ -192,6 +194,33 @@ class KvReport:
     shares: bool | None = None
     no_rides: str = ""
     late_kv: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareTexts:
+    """Asks every scheduler for the ``Similarities`` of texts, and lets it forget these texts.
+
+    Attributes:
+        query: the number of the question; ``None`` if nobody waits for an answer.
+        rids: ids of the texts' requests, whose marks are ``compared``.
+    """
+
+    query: int | None
+    rids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Similarities:
+    """Tells the HTTP process how similar texts are.
+
+    Attributes:
+        tokens: for each text, the number of tokens whose states were compared.
+        rows: for each text, its similarity to each text; empty if a text has no states.
+    """
+
+    query: int | None
+    tokens: tuple[int, ...]
+    rows: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,16 +70,6 @@ class LatencyWay:
             return replace(policy, rule="threshold", threshold=1.0)
         return policy if self.early_exit else None
 
-    @property
-    def clusters(self) -> list[list[str]]:
-        """Return the names of the agents that are read together, by cluster."""
-        topology = Topology.parse(self.topology)
-        return [
-            [f"{layer}.{place + 1}" for place in reads]
-            for layer, agents in enumerate(topology.layers[1:], 1)
-            for reads in sorted(set(agents))
-        ]
-
 
 def make_ways(second: str = "mixed") -> list[LatencyWay]:
     """Return the ways; ``second`` is the second layer's size of models, or ``mixed`` for all."""
@@ -134,7 +124,7 @@ class Asker:
 
     Attributes:
         early_exit: the command line's policy, without embedder and seed.
-        embedding: seconds of the embedding model for an answer, by the answer's tokens.
+        embedding: seconds of the embedding model for texts, by the number of their tokens.
     """
 
     rig: Rig
@@ -150,7 +140,7 @@ class Asker:
         await self.rig.flush()
         before = await read_devices(self.rig.own)
         events: list[Event] = []
-        embedder = ReplayedEmbedder(script, way.clusters, self.embedding)
+        embedder = ReplayedEmbedder(script, self.embedding)
 
         def listen(event: Event) -> None:
             events.append(event)
@@ -270,7 +260,7 @@ async def _ask_all(
 
 
 def _embedding_seconds(arguments: argparse.Namespace) -> Seconds:
-    """Return a function from an answer's tokens to its embedding's seconds; 0 without ``--device``.
+    """Return a function from texts' tokens to their embedding's seconds; 0 without ``--device``.
 
     Raises: EngineError if there are no times for this GPU.
     """

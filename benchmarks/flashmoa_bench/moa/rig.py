@@ -12,20 +12,18 @@ import argparse
 import math
 import random
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal
 
 import anyio
-import numpy as np
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.wire import Delta
 from flashmoa.errors import EngineError
 from flashmoa.moa import Limits, Model
-from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import RESUME, Option, positive
@@ -160,61 +158,35 @@ class RecordedEngine(EngineClient):
 
 
 class ReplayedEmbedder:
-    """Returns embeddings of a question's answers with the recorded answers' similarities.
+    """Returns the recorded similarities of a question's answers.
 
     It is also a listener: the question's events say which agent wrote a text.
 
     Args:
-        clusters: names of the agents whose answers are compared, by cluster. Every agent is in one
-            cluster.
-        seconds: the embedding model's seconds for an answer, by the answer's tokens. It takes one
-            answer at a time.
+        seconds: the embedding model's seconds for texts, by the number of their tokens. It takes
+            one request at a time.
     """
 
-    def __init__(
-        self,
-        script: QuestionScript,
-        clusters: Collection[Sequence[str]],
-        seconds: Seconds,
-    ) -> None:
+    def __init__(self, script: QuestionScript, seconds: Seconds) -> None:
         self._script = script
         self._seconds = seconds
-        self._rows: dict[str, Embedding] = {}
         self._agents: dict[str, str] = {}
         self._one_at_a_time = anyio.Lock()
-        for agents in clusters:
-            wanted = [[self._similarity(one, other) for other in agents] for one in agents]
-            self._rows |= zip(agents, make_rows(wanted), strict=True)
-
-    def _similarity(self, one: str, other: str) -> float:
-        return 1.0 if one == other else self._script.similarity(one, other)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CallFinished):
             self._agents[event.text] = event.agent
 
-    async def embed(self, text: str) -> Embedding:
-        """Return one row for an answer, after the seconds of its embedding."""
-        agent = self._agents[text]
+    async def compare(self, texts: Sequence[str]) -> list[list[float]]:
+        """Return the answers' similarities, after the seconds of their embedding."""
+        agents = [self._agents[text] for text in texts]
         async with self._one_at_a_time:
-            await clock.sleep(self._seconds(self._script.agents[agent].tokens))
-        return self._rows[agent]
-
-
-def make_rows(similarities: Sequence[Sequence[float]]) -> list[Embedding]:
-    """Return embeddings with a single row each, and these Frobenius cosine similarities.
-
-    The Frobenius cosine of two single rows is the square of their cosine. If no rows have exactly
-    these similarities, the nearest possible ones are taken.
-
-    Args:
-        similarities: a symmetric matrix with ones on its diagonal.
-    """
-    cosines = np.sqrt(np.asarray(similarities, dtype=np.float64))
-    values, vectors = np.linalg.eigh(cosines)
-    rows = vectors * np.sqrt(np.maximum(values, 0.0))
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    return [row[np.newaxis].astype(np.float32) for row in rows]
+            tokens = sum(self._script.agents[agent].tokens for agent in agents)
+            await clock.sleep(self._seconds(tokens))
+        return [
+            [1.0 if one == other else self._script.similarity(one, other) for other in agents]
+            for one in agents
+        ]
 
 
 # From a number of tokens to the seconds of a model for them.

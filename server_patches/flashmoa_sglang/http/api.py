@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -66,12 +66,6 @@ class Api:
         self._scores = Options.from_environment().scoring == "on"
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes before SGLang's hundred, because there is an append for every few tokens.
-
-        A router would not do: SGLang's metrics count a router's routes by the path of the request,
-        which would make a time series for each stream.
-        """
-        sglang_routes = list(app.router.routes)
         routes: list[tuple[str, str, Handler]] = [
             # SGLang asks for no API key where a path begins with /health.
             ("GET", "/health/ready", self.ready),
@@ -100,10 +94,7 @@ class Api:
             # With --enable-mis, SGLang packs the items into one prompt, which is faster.
             if not self._engine.packs_items:
                 routes.append(("POST", "/v1/score", scoring.score))
-        for method, path, handler in routes:
-            app.add_api_route(path, _make_endpoint(handler), methods=[method])
-        own_routes = app.router.routes[len(sglang_routes) :]
-        app.router.routes[:] = own_routes + sglang_routes
+        add_routes(app, routes)
         logging.getLogger("uvicorn.access").addFilter(_is_logged)
 
     async def ready(self, _request: Request) -> dict[str, Any]:
@@ -280,6 +271,21 @@ class Api:
         stream = self._table.get(stream_id)
         self._table.close(stream, "deleted")
         return {"id": stream_id, "freed_tokens": stream.prefilled}
+
+
+def add_routes(app: FastAPI, routes: Iterable[tuple[str, str, Handler]]) -> None:
+    """Add routes before SGLang's hundred, because there is an append for every few tokens.
+
+    A router would not do: SGLang's metrics count a router's routes by the path of the request,
+    which would make a time series for each stream.
+
+    Args: routes: for each, its method, path and handler.
+    """
+    sglang_routes = list(app.router.routes)
+    for method, path, handler in routes:
+        app.add_api_route(path, _make_endpoint(handler), methods=[method])
+    own_routes = app.router.routes[len(sglang_routes) :]
+    app.router.routes[:] = own_routes + sglang_routes
 
 
 def refuse_nesting(_request: Request, _error: Exception) -> Response:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
@@ -16,6 +17,7 @@ from flashmoa_sglang.http.stream import Prefilled, Terms
 from flashmoa_sglang.http.tokens.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
     STREAM_OPENED,
+    CompareTexts,
     CountUpdate,
     ForwardTimes,
     HearAnswers,
@@ -24,6 +26,7 @@ from flashmoa_sglang.messages import (
     MeasuredCosts,
     ReleaseStream,
     RequestMark,
+    Similarities,
     StreamTokens,
     handle,
     unsent,
@@ -32,7 +35,7 @@ from flashmoa_sglang.moe import kv_free
 from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 
     from flashmoa_sglang.moe.saturation import Saturation
 
@@ -52,14 +55,15 @@ class Engine:
         # Number of requests that run only for the times of their forwards.
         self._timed = 0
         self._queries = itertools.count()
-        # The answers to each query.
-        self._reports: dict[int, asyncio.Queue[KvReport]] = {}
+        # The schedulers' answers to each query.
+        self._reports: dict[int | None, asyncio.Queue[Any]] = {}
         self.costs = UNMEASURED
         self.saturation: Saturation | None = None
         # Prefills wait for a forward of this many tokens; ``None``: they do not wait.
         self.waits_for: int | None = None
         self.handle(CountUpdate, _count)
         self.handle(KvReport, self._receive)
+        self.handle(Similarities, self._receive)
         # Costs may be read from a file. A message without a handler would end SGLang's process.
         self.handle(ForwardTimes, lambda _: None)
 
@@ -79,6 +83,10 @@ class Engine:
         if self._manager.max_req_input_len is not None:
             bounds.append(self._manager.max_req_input_len)
         return min(bounds) - 1
+
+    @property
+    def hidden_size(self) -> int:
+        return self._manager.model_config.hidden_size
 
     @property
     def vocabulary(self) -> int:
@@ -304,22 +312,57 @@ class Engine:
 
     async def kv(self) -> list[KvReport]:
         """Return the reports of the data-parallel ranks that answer within seconds."""
-        query = next(self._queries)
-        received = self._reports[query] = asyncio.Queue[KvReport]()
         reports: list[KvReport] = []
-        try:
-            self._manager.auto_create_handle_loop()
+        with self._query() as (query, received):
             RELEASE.to_scheduler(self._manager, KvQuery(query))
             # A scheduler in a long forward answers late. The other reports are returned.
             with suppress(TimeoutError):
                 async with asyncio.timeout(5):
                     while len(reports) < self.data_parallel_ranks:
                         reports.append(await received.get())
-        finally:
-            del self._reports[query]
         return sorted(reports, key=lambda report: report.dp_rank)
 
-    def _receive(self, report: KvReport) -> None:
+    async def compare(self, texts: list[str], terms: Terms, http_request: Any) -> Similarities:
+        """Return the similarities of texts' token states, on an embedding engine with one rank.
+
+        There are no similarities if the states of some tokens are missing.
+
+        Raises: as :meth:`run`.
+        """
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        rids = tuple(new_rid() for _ in texts)
+        request = EmbeddingReqInput(
+            text=texts,
+            rid=list(rids),
+            sampling_params={"custom_params": RequestMark(compared=True).to_custom_params()},
+            lora_path=terms.lora_path,
+            priority=terms.priority,
+        )
+        try:
+            async with aclosing(self.run(request, http_request)) as outputs:
+                (answers,) = [cast("list[dict[str, Any]]", output) async for output in outputs]
+            with self._query() as (query, received):
+                RELEASE.to_scheduler(self._manager, CompareTexts(query, rids))
+                found: Similarities = await received.get()
+        except BaseException:
+            RELEASE.to_scheduler(self._manager, CompareTexts(None, rids))
+            raise
+        lengths = tuple(answer["meta_info"]["prompt_tokens"] for answer in answers)
+        return found if found.tokens == lengths else replace(found, rows=[])
+
+    @contextmanager
+    def _query(self) -> Generator[tuple[int, asyncio.Queue[Any]]]:
+        """Make the number of a query, and a queue that gets the schedulers' answers to it."""
+        query = next(self._queries)
+        self._reports[query] = asyncio.Queue()
+        self._manager.auto_create_handle_loop()
+        try:
+            yield query, self._reports[query]
+        finally:
+            del self._reports[query]
+
+    def _receive(self, report: KvReport | Similarities) -> None:
         if (received := self._reports.get(report.query)) is not None:
             received.put_nowait(report)
 

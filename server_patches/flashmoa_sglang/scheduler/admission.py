@@ -281,8 +281,12 @@ def prefetch(
     """Look for no KV of increments in storage; wraps ``Scheduler._prefetch_kvcache``.
 
     A request waits in the queue while SGLang looks for its KV, but an increment leaves the queue
-    after one step, and would never join a batch.
+    after one step, and would never join a batch. A text whose token states are compared gets its
+    namespace here, before SGLang looks for its KV anywhere.
     """
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    if state is not None:
+        state.token_states.expect(req)
     return None if is_increment(req) else original(scheduler, req, *args, **kwargs)
 
 

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 def run_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Time a forward; wraps ``Scheduler.run_batch``."""
+    """Time a forward, and collect token states; wraps ``Scheduler.run_batch``."""
     state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
     run = partial(original, scheduler, batch, *args, **kwargs)
-    return run() if state is None else state.timer.launch(run, batch)
+    if state is None:
+        return run()
+    with state.token_states.collecting(batch.reqs):
+        return state.timer.launch(run, batch)
 
 
 def process_result(

@@ -10,6 +10,7 @@ from typing import Any
 
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.messages import (
+    CompareTexts,
     CountUpdate,
     HearAnswers,
     KvQuery,
@@ -26,6 +27,7 @@ from flashmoa_sglang.scheduler.pins import StreamPins, can_pin
 from flashmoa_sglang.scheduler.shared_prefill import QueuedTokens, SharedPrefill
 from flashmoa_sglang.scheduler.streams import SchedulerStreams, end_unserved
 from flashmoa_sglang.scheduler.timer import ForwardTimer
+from flashmoa_sglang.scheduler.token_states import TokenStates
 from flashmoa_sglang.scheduler.written import WrittenAnswers
 from flashmoa_sglang.sglang.options import Options, device_slowdown
 from flashmoa_sglang.sglang.releases import RELEASE
@@ -64,6 +66,7 @@ class SchedulerState:
         )
         self.streams = SchedulerStreams(scheduler, self.pins)
         self.written = WrittenAnswers(device_slowdown())
+        self.token_states = TokenStates()
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)
         self.role: str = scheduler.server_args.disaggregation_mode
         self.no_rides = RELEASE.why_no_rides(scheduler)
@@ -131,6 +134,7 @@ def attach(_result: None, scheduler: Any) -> None:
     handle(dispatcher, HearAnswers, state.written.hear)
     handle(dispatcher, ReleaseStream, lambda message: state.streams.end(message.stream))
     handle(dispatcher, KvQuery, lambda message: _report_kv(scheduler, message))
+    handle(dispatcher, CompareTexts, lambda message: _compare(scheduler, message))
     handle(dispatcher, MeasuredCosts, lambda message: _use_costs(scheduler, message))
 
 
@@ -197,6 +201,11 @@ def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
     together = scheduler.require_mlp_sync or RELEASE.pipeline_stages(scheduler) > 1
     if message.waits_for is not None and not together:
         state.saturation_gate = SaturationGate(message.waits_for, state.options.saturation_wait)
+
+
+def _compare(scheduler: Any, message: CompareTexts) -> None:
+    state: SchedulerState = scheduler.flashmoa
+    RELEASE.to_tokenizer(scheduler, state.token_states.compare(message))
 
 
 def _report_kv(scheduler: Any, message: KvQuery) -> None:

@@ -35,7 +35,7 @@ from flashmoa_sglang.http.hearing.calls import HeardCalls, heard_outputs
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tool_gaps import ToolGaps
 from flashmoa_sglang.moe import asyncep, kv_free
-from flashmoa_sglang.scheduler import admission, apply, logits, results, state
+from flashmoa_sglang.scheduler import admission, apply, logits, results, state, token_states
 from flashmoa_sglang.sglang import internals, options
 from flashmoa_sglang.sglang.releases import RELEASE, TESTED, installed, too_old
 
@@ -89,12 +89,16 @@ def attach_api(_result: None, manager: Any) -> None:
         return
     # Schedulers load this module, too, and need no FastAPI, so this is not imported above.
     from flashmoa_sglang.http.api import Api, refuse_nesting
+    from flashmoa_sglang.http.bodies import PromptReader
+    from flashmoa_sglang.http.similarities import SimilarityApi
 
     http_server.app.add_exception_handler(RecursionError, refuse_nesting)
+    renderer = rendering.ChatRenderer(http_server.app.state)
     # An embedding model has no answers to prefill for.
     if not manager.model_config.is_generation:
+        reader = PromptReader(engine, renderer, table.limits.characters_per_token)
+        SimilarityApi(engine, reader).add_to(http_server.app)
         return
-    renderer = rendering.ChatRenderer(http_server.app.state)
     if ToolGaps.may_hold(engine):
         manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
     if engine.tokenizer is not None:
@@ -240,6 +244,7 @@ SCHEDULER_HOOKS = [
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", admission.order_queue),
     Hook(RELEASE.STREAM_OUTPUT, "around", results.stream_output),
     Hook("sglang.srt.layers.sampler.Sampler._preprocess_logits", "around", logits.keep_finite),
+    Hook("sglang.srt.layers.pooler.Pooler.forward", "after", token_states.pool),
     Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),
     Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
     Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.get_kv_size_bytes),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import anyio
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.errors import PluginMissing
+from flashmoa.errors import MalformedRequest, PluginMissing, PromptTooLarge
 from flashmoa.moa import AggregationPrompt, EarlyExit, EngineEmbedder, MixtureOfAgents
-from flashmoa.moa.early_exit import Embedding, frobenius_cosine, normalise
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import metric, post_json
@@ -23,31 +27,76 @@ PROMPT = AggregationPrompt("question-first", "Weigh these:")
 LENGTHS = (40, 100, 300)
 
 
-async def test_embedding_engine_returns_a_row_per_sentence(
+TEXTS = [
+    "The river is wide. It is cold!\nNobody swims in it, because nobody has ever swum there.\n" * 4,
+    "Go by train. The station is behind the bridge.",
+    "Go",
+    "Go by train. The station is behind the bridge.",
+]
+
+
+def cosines_as_published(model: Path, texts: list[str]) -> list[list[float]]:
+    """Compute Algorithm 1 as printed (lines 1, 2, 8 and 9), with transformers' hidden states."""
+    from flashmoa_sglang.sglang import torchvision_ops
+
+    torchvision_ops.allow_mismatched_build()
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    loaded = AutoModel.from_pretrained(model, dtype=torch.float32)
+    matrices: list[Any] = []
+    for text in texts:
+        with torch.inference_mode():
+            states = loaded(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy()
+        gram = states.T @ states
+        lengths = np.sqrt(np.diag(gram))
+        correlation = gram / np.outer(lengths, lengths)
+        matrices.append(correlation / np.linalg.norm(correlation))
+    return [[float((one * other).sum()) for other in matrices] for one in matrices]
+
+
+async def test_an_embedding_engine_compares_token_states(
     engines: LocalEngines, model: Path
 ) -> None:
-    """The plugin adds nothing to an embedding engine, so its routes are missing."""
+    # Long texts are computed in several forwards.
+    arguments = ("--is-embedding", "--chunked-prefill-size", "32")
     async with (
-        start_special_engine(engines, model, "--is-embedding", has_costs=False) as engine,
-        EngineClient(engine.url) as client,
+        start_special_engine(engines, model, *arguments, has_costs=False) as engine,
+        EngineClient(engine.url, timeout=60) as client,
     ):
-        with pytest.raises(PluginMissing):
+        with pytest.raises(PluginMissing):  # It has no other route of the plugin.
             await client.info()
         embedder = EngineEmbedder(client)
-        answers = [
-            "The river is wide. It is cold!\nNobody swims.",
-            "Go by train.",
-            "",
-            "Go by train.",
-        ]
-        embedded = [await embedder.embed(answer) for answer in answers]
-        await check_that_a_router_passes_embeddings_on(engine, answers[:2])
-    assert [len(rows) for rows in embedded] == [3, 1, 1, 1]
-    assert len({rows.shape[1] for rows in embedded}) == 1
-    assert all(np.isfinite(rows).all() for rows in embedded)
-    river, train, _, again = map(normalise, embedded)
-    assert frobenius_cosine(train, again) == pytest.approx(1)
-    assert frobenius_cosine(river, train) < 0.999
+        # Cached tokens have no states.
+        asked = {"model": "default", "input": TEXTS}
+        async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
+            embedded = await post_json(direct, "/v1/embeddings", asked)
+            found = await asyncio.gather(*(embedder.compare(TEXTS) for _ in range(3)))
+            assert embedded["data"] == (await post_json(direct, "/v1/embeddings", asked))["data"]
+        expected = await anyio.to_thread.run_sync(cosines_as_published, model, TEXTS)
+        for one in found:
+            assert np.allclose(one, expected, atol=0.01)
+        assert found[0][1][3] == pytest.approx(1) and found[0][0][1] < 0.9
+        await check_that_wrong_texts_are_refused(client)
+        async with serve_router(make_options(engine)) as router:
+            routed = await post_json(router, "/flashmoa/similarities", {"texts": TEXTS[:2]})
+        assert np.allclose(routed["similarities"], [row[:2] for row in expected[:2]], atol=0.01)
+        await check_that_a_router_passes_embeddings_on(engine, TEXTS[:2])
+
+
+async def check_that_wrong_texts_are_refused(client: EngineClient) -> None:
+    wrong: list[tuple[list[Any], str]] = [
+        ([], "texts: List should have at least 1 item"),
+        (["Go", ""], "texts.1 is empty; leave it out"),
+        (["Go", 7], "texts.1: Input should be a valid string"),
+        (["Go"] * 10_000, "texts has 10,000 entries; with this model, the server compares at most"),
+        (["Go", "by train " * 40_000], "longer than the model's context length"),
+    ]
+    for texts, problem in wrong:
+        with pytest.raises(MalformedRequest, match=problem):
+            await client.similarities(texts)
+    with pytest.raises(PromptTooLarge, match="has 4000000 characters"):
+        await client.similarities(["by train " * 444_444 + "Go b"])
 
 
 async def check_that_a_router_passes_embeddings_on(engine: LocalEngine, texts: list[str]) -> None:
@@ -66,11 +115,11 @@ class OrthogonalEmbedder:
     """An embedder to which no two texts have anything in common, so that no agent is left out."""
 
     def __init__(self) -> None:
-        self.texts = 0
+        self.compared = 0
 
-    async def embed(self, text: str) -> Embedding:
-        self.texts += 1
-        return np.eye(1, 8, self.texts, dtype=np.float32)
+    async def compare(self, texts: Sequence[str]) -> list[list[float]]:
+        self.compared += 1
+        return np.eye(len(texts)).tolist()
 
 
 @pytest.mark.slow
@@ -99,6 +148,6 @@ async def test_undecided_early_exit_streams_as_much_as_overlap_alone(
             assert usage.prompt_tokens > sum(LENGTHS)
             late.append(usage.late_tokens)
             answers.append(result.text)
-    assert embedder.texts == 2
+    assert embedder.compared == 1
     assert max(late) < LAG
     assert answers[0] == answers[1]

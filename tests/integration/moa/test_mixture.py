@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flashmoa.engine import EngineClient, EngineInfo
@@ -20,7 +20,6 @@ from flashmoa.moa import (
     MixtureOfAgents,
     Result,
 )
-from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import Event, LinkClosed
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import wait_until_idle
@@ -31,8 +30,8 @@ PROMPT = AggregationPrompt(instruction="Weigh these answers:")
 class ConstantEmbedder:
     """An embedder to which all texts are the same."""
 
-    async def embed(self, text: str) -> Embedding:
-        return np.ones((1, 4), dtype=np.float32)
+    async def compare(self, texts: Sequence[str]) -> list[list[float]]:
+        return [[1.0] * len(texts) for _ in texts]
 
 
 def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgents:
@@ -104,9 +103,9 @@ async def test_early_exit_cancels_the_remaining_agents(
     events: list[Event] = []
     mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy, listener=events.append)
     result = await mixture.answer(QUESTION)
-    first, second = result.decisions
-    assert not first.left and first.answers == 1
-    assert second.left and (second.answers, second.of) == (2, 3) and second.quality.agreement == 1
+    [decision] = result.decisions
+    assert decision.left and (decision.answers, decision.of) == (2, 3)
+    assert decision.quality.agreement == 1
     assert [answer.status for answer in result.layers[0]] == ["used", "used", "left out"]
     assert result.layers[0][2].finished is None
     await wait_until_idle(large)

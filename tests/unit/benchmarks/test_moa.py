@@ -13,7 +13,7 @@ from flashmoa_bench.moa import accuracy, latency
 from flashmoa_bench.moa.question_sets import Question
 from flashmoa_bench.moa.rig import make_roles
 
-from flashmoa.moa import EarlyExit, Embedder
+from flashmoa.moa import EarlyExit, Embedder, Topology
 
 
 def test_ways_are_compared_with_the_large_model() -> None:
@@ -36,7 +36,7 @@ ANSWER = latency.LatencyAnswer(
 def test_every_cluster_of_a_tree_has_every_size() -> None:
     tree, every = WAYS["tree"], ["small", "medium", "large"]
     assert [*tree.sizes] == [every * 3, every, ["large"]]
-    assert tree.clusters[0] == ["1.1", "1.2", "1.3"] and tree.clusters[-1] == ["2.1", "2.2", "2.3"]
+    assert Topology.parse(tree.topology).layers[1] == ((0, 1, 2), (3, 4, 5), (6, 7, 8))
     large = {way.name: way for way in latency.make_ways("large")}["all-to-all"]
     assert large.sizes[1] == ["large"] * 9
 

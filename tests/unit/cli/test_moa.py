@@ -64,7 +64,7 @@ async def test_an_engine_needs_probabilities(
     assert "it refuses an agent's request to 'm'" in shown
 
     class Silent:
-        async def embed(self, text: str) -> None:
+        async def compare(self, texts: list[str]) -> None:
             await anyio.sleep_forever()
 
     monkeypatch.setattr(moa, "_TIMEOUT_SECONDS", 0.3)

@@ -56,7 +56,7 @@ async def test_early_exit_compares_no_thought() -> None:
         mixture = mix(client, ["parsed", "parsed", "hung"], "plain", early_exit=policy)
         with anyio.fail_after(20):
             result = await mixture.answer("?")
-    assert embedder.texts == ["It is 18."] * 2
+    assert embedder.texts == [["It is 18."] * 2]
     assert result.decisions[-1].left and result.deciding > 0
     # The thought's tokens are less likely than the answer's.
     confidences = [record.confidence for record in result.layers[0][:2]]

@@ -58,34 +58,35 @@ async def test_deciding_counts_waits_for_decisions(monkeypatch: pytest.MonkeyPat
         now += 2
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    policy = EarlyExit(Embedder(two_seconds), rule="threshold", threshold=0)
-    cluster = await run_cluster(members("one", "two", None), policy)
-    # The second answer was complete at once, but was scored after the first.
+    monkeypatch.setattr(EarlyExit, "suffices", lambda *_: now > 102)
+    policy = EarlyExit(Embedder(two_seconds))
+    cluster = await run_cluster(members("one", "two", "three", None), policy)
+    # The third answer was complete at once, but was scored after the second.
     assert [decision.seconds for decision in cluster.decisions] == [2, 4]
     assert cluster.deciding == 4
-    assert cluster.last.agent.record.place == 1
+    assert cluster.last.agent.record.place == 2
     cluster = await run_cluster(members("one", "two"))
     assert cluster.deciding == 0 and not cluster.decisions
 
 
-@pytest.mark.parametrize("others", [["two", "three"], [None, None]], ids=["complete", "failed"])
-async def test_decisions_end_when_no_answer_can_come(others: list[str | None]) -> None:
-    agents = members("one", *others)
-    for member in agents if others[0] is None else ():
-        member.agent._fail(RuntimeError("gone"))
+@pytest.mark.parametrize("last", ["three", None], ids=["complete", "failed"])
+async def test_decisions_end_when_no_answer_can_come(last: str | None) -> None:
+    agents = members("one", "two", last)
+    if last is None:
+        agents[2].agent._fail(RuntimeError("gone"))
     cluster = await run_cluster(agents, ENDLESS)
-    assert [member.used for member in agents] == [True, *(text is not None for text in others)]
+    assert [member.used for member in agents] == [True, True, last is not None]
     assert not cluster.decisions
 
 
 async def test_an_answer_streams_while_one_is_scored() -> None:
-    agents = members("one", None, None)
+    agents = members("one", "two", None, None)
     async with anyio.create_task_group() as group:
         group.start_soon(run_cluster, agents, ENDLESS)
-        agents[1].agent._write("two")
+        agents[2].agent._write("three")
         await anyio.wait_all_tasks_blocked()
-        assert agents[0].slots[0].text.is_complete
-        assert agents[1].slots[0].text.written == "two"
+        assert agents[1].slots[0].text.is_complete
+        assert agents[2].slots[0].text.written == "three"
         group.cancel_scope.cancel()
 
 

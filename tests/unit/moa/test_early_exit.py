@@ -6,57 +6,17 @@ import math
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.moa.early_exit import (
     EarlyExit,
-    Embedding,
     ScoredAnswers,
     compute_quality,
     confidence,
-    frobenius_cosine,
-    normalise,
 )
-from tests.unit.moa.embedders import Embedder, embedding
-
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-def cosine_as_published(one: Embedding, other: Embedding) -> float:
-    """Compute lines 1, 2 and 8 with ``hidden x hidden`` matrices."""
-
-    def correlation(states: Embedding) -> np.ndarray:
-        gram = states.T.astype(np.float64) @ states
-        lengths = np.sqrt(np.diag(gram))
-        return gram / np.outer(lengths, lengths)
-
-    u, v = correlation(one), correlation(other)
-    return float(np.trace(u.T @ v) / (np.linalg.norm(u) * np.linalg.norm(v)))
-
-
-@given(SEEDS, SEEDS, st.integers(2, 30), st.integers(2, 30))
-def test_similarity_equals_the_papers_formula(a: int, b: int, n: int, m: int) -> None:
-    one, other = embedding(a, n), embedding(b, m)
-    found = frobenius_cosine(normalise(one), normalise(other))
-    assert found == pytest.approx(cosine_as_published(one, other), abs=1e-4)
-    assert 0 <= found <= 1
-    assert frobenius_cosine(normalise(one), normalise(one)) == pytest.approx(1, abs=1e-5)
-
-
-def test_single_rows_are_compared_by_their_cosine() -> None:
-    one, other = embedding(1, 1), embedding(2, 1)
-    cosine = float(one[0] @ other[0]) / float(np.linalg.norm(one) * np.linalg.norm(other))
-    found = frobenius_cosine(normalise(one), normalise(other))
-    assert found == pytest.approx(cosine**2, abs=1e-5)
-
-
-def test_embedding_of_zeros_has_similarity_zero() -> None:
-    empty = normalise(np.zeros((3, 4), dtype=np.float32))
-    assert frobenius_cosine(empty, normalise(embedding(1, 3, 4))) == 0
-
+from tests.unit.moa.embedders import Embedder
 
 confidences = st.lists(st.floats(0.01, 1), min_size=1, max_size=9)
 
@@ -64,21 +24,23 @@ confidences = st.lists(st.floats(0.01, 1), min_size=1, max_size=9)
 @given(confidences, st.integers(0, 1000), st.floats(0.1, 1))
 def test_score_equals_the_papers_formula(found: list[float], seed: int, tau: float) -> None:
     dice, count = random.Random(seed), len(found)
-    similar = [[1.0 if i == j else dice.random() for j in range(i + 1)] for i in range(count)]
+    similar = [[dice.random() for _ in range(count)] for _ in range(count)]
+    for i in range(count):
+        similar[i][i] = 1.0
     pairs = {(i, j): found[i] * found[j] for i in range(count) for j in range(i + 1)}
     p = sum(pairs[i, j] * similar[i][j] for i, j in pairs) / sum(pairs.values())
     b = min(1, max(0, 1 - abs(p - tau) / tau))
     c = math.sqrt(sum(value**2 for value in found) / count)
-    quality = compute_quality(found, [row[:-1] for row in similar], tau=tau, diagonal=True)
+    quality = compute_quality(found, similar, tau=tau, diagonal=True)
     assert quality.agreement == pytest.approx(p)
     assert quality.score == pytest.approx(math.sqrt(c * b))
 
 
 def test_one_answer_scores_with_the_diagonal() -> None:
-    alone = compute_quality([0.8], [[]], tau=0.7, diagonal=True)
+    alone = compute_quality([0.8], [[1.0]], tau=0.7, diagonal=True)
     assert alone.agreement == 1 and alone.score == pytest.approx(math.sqrt(0.8 * (1 - 0.3 / 0.7)))
-    assert compute_quality([0.8], [[]], tau=0.7, diagonal=False).score == 0
-    assert compute_quality([0.0, 0.0], [[], [1.0]], tau=0.7, diagonal=False).score == 0
+    assert compute_quality([0.8], [[1.0]], tau=0.7, diagonal=False).score == 0
+    assert compute_quality([0.0, 0.0], [[1.0, 1.0]] * 2, tau=0.7, diagonal=False).score == 0
 
 
 def test_confidence_is_the_geometric_mean() -> None:

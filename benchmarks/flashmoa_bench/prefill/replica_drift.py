@@ -5,7 +5,8 @@ it. A replica that waits for nobody copies from the host what a peer has not sta
 compute a mix's forwards in virtual time, behind the router's policy, as fast as modelled GPUs. The
 *hit rate* p is the share of pulls whose layer the peer has staged when the pull begins.
 
-``python -m flashmoa_bench.prefill.replica_drift`` prints p for several settings (a few minutes).
+``python -m flashmoa_bench.prefill.replica_drift`` prints p for several settings, in
+some ten minutes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Simulation:
         self._route()
 
     def _route(self) -> None:
-        while self._queue and (placed := self._policy.route(self._queue)):
+        while self._policy.takes_requests() and (placed := self._policy.route(self._queue)):
             for request in self._queue:
                 if (name := placed.get(request.request)) is not None:
                     self._waiting[name].append((request, None))

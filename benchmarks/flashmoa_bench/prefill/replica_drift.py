@@ -5,7 +5,8 @@ it. A replica that waits for nobody copies from the host what a peer has not sta
 compute a mix's forwards in virtual time, behind the router's policy, as fast as modelled GPUs. The
 *hit rate* p is the share of pulls whose layer the peer has staged when the pull begins.
 
-``python -m flashmoa_bench.prefill.replica_drift`` prints p for several settings (a few minutes).
+``python -m flashmoa_bench.prefill.replica_drift`` prints p for several settings, in
+some ten minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from flashmoa.router.flops import Measure, true_flops
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 from flashmoa.router.saturation import ForwardSizes, full_load
 from flashmoa_bench.modelled_gpu.gpu import Forward, MeasuredTables, Model, Prefills
-from flashmoa_bench.prefill.expert_parallelism import expert_bytes
 from flashmoa_bench.prefill.mix import MIXES
 
 
@@ -182,7 +182,7 @@ class Simulation:
 def main() -> None:
     name, gpu = "Qwen/Qwen3-235B-A22B", "h100_sxm"
     model, times = Model.load(name, "fp8_block"), MeasuredTables(gpu, name, weights="fp8_block")
-    measure, part = true_flops(model.config), expert_bytes(model) / 8
+    measure, part = true_flops(model.config), model.expert_bytes / 8
     blocks = [token_blocks(prompt.tokens) for prompt in MIXES["table-2"].prompts(0)]
     base = Setting(model.layers, host=part / 55e9, peer=part / 450e9)
 

@@ -66,7 +66,7 @@ def test_pipelines_lose_by_their_bubbles_and_hops_only() -> None:
     )
     assert alone and 0 < pipelined < ideal < alone
     short, again = (rivals().rate(way, 8, 32_768, 8192) for way in (SHORT_PP, Division.PP))
-    assert short == again is not None and short < pipelined
+    assert short is not None and short == again and short < pipelined
     assert rivals().rate(SHORT_PP, 8, 32_768, 16_384) is None
 
 

@@ -418,7 +418,8 @@ class RunPlanner(LinkPlanner):
         found = [name for name in _UNKNOWN if getattr(agent, name)]
         found += ["instruction, which is a function"] * callable(agent.instruction)
         tools = [each for each in agent.tools if not callable(each) or isinstance(each, BaseTool)]
-        found += [f"tool {each!r:.80}" for each in tools if type(each) is not FunctionTool]
+        kinds = (type(each) for each in tools)
+        found += [f"tool of class {kind.__name__}" for kind in kinds if kind is not FunctionTool]
         found += ["runner's compaction"] * (self._context.events_compaction_config is not None)
         return f"predicting its prompt would run its {found[0]}" if found else None
 

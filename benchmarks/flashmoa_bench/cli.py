@@ -24,7 +24,7 @@ BENCHMARKS = {
     "shared_engine": ("link.shared_engine", "chains of agents that share one engine"),
     "tools": ("link.tools", "how soon an agent answers when its tools have run"),
     "coding_agents": ("link.coding_agents", "recorded coding agents that need twice the KV pool"),
-    "schedule": ("link.schedule", "links together with shortest-job-first"),
+    "schedule": ("workflows.schedule", "links together with shortest-job-first"),
     "chunk": ("link.chunk", "what prefilling a prompt in pieces costs"),
     "interference": ("link.interference", "what the plugin and its links cost other requests"),
     "client": ("link.client", "time that links take from a program's event loop"),

@@ -82,13 +82,13 @@ def stock_forwards(*default: int) -> Option:
     return Option("--stock-forwards", positive, list(default), about, count="*")
 
 
-def mixed_roles(sizes: Sequence[int], *arguments: str) -> dict[str, Role]:
-    """Return the stock engines of :func:`stock_forwards`, by way; all take ``arguments``."""
+def mixed_roles(sizes: Sequence[int]) -> dict[str, Role]:
+    """Return the stock engines of :func:`stock_forwards`, by way."""
     return {
         f"stock mixed {size}": Role(
             f"stock_mixed_{size}",
             plugin=False,
-            arguments=("--enable-mixed-chunk", "--chunked-prefill-size", str(size), *arguments),
+            arguments=("--enable-mixed-chunk", "--chunked-prefill-size", str(size)),
             optional=True,
         )
         for size in sizes

@@ -79,11 +79,12 @@ def device_environment(arguments: argparse.Namespace, engine: str) -> dict[str, 
 def model_of(engine: str, names: Sequence[str]) -> str:
     """Return the model whose times an engine takes, by ``--device-model``.
 
-    ``stock_NAME`` and ``NAME_2``, a second engine for data parallelism, have the model of ``NAME``.
+    ``stock_NAME``, ``sjf_NAME`` and ``NAME_2``, a second engine for data parallelism, have the
+    model of ``NAME``.
 
     Raises: EngineError if there is none.
     """
-    engine = engine.removeprefix("stock_").removesuffix("_2")
+    engine = engine.removeprefix("stock_").removeprefix("sjf_").removesuffix("_2")
     for_all = [name for name in names if "=" not in name]
     own = [name.partition("=")[2] for name in names if name.startswith(f"{engine}=")]
     if chosen := own or for_all:

@@ -76,7 +76,6 @@ async def ask(
         input_ids=ids,
         sampling=sampling,
         prompt_stream_id=stream_id,
-        expected_output_tokens=tokens,
     ) as deltas:
         async for delta in deltas:
             now = clock.now()
@@ -157,7 +156,6 @@ async def feeding(
     known: Sequence[int],
     source: Callable[[], Sequence[int]],
     *,
-    expected_output_tokens: int | None = None,
     is_linked: bool = True,
 ) -> AsyncGenerator[Callable[[], str | None]]:
     """Feed the tokens that a source writes to a prompt stream, at the engine's pace.
@@ -167,7 +165,6 @@ async def feeding(
     Args:
         known: token ids at the prompt's beginning, which are sent at once.
         source: returns all token ids after ``known`` that are written so far.
-        expected_output_tokens: length of the answer to the stream's request, if known.
         is_linked: whether there is a stream at all.
 
     Yields: a function that stops feeding and returns the stream's id for its request; ``None`` if
@@ -177,7 +174,7 @@ async def feeding(
         yield lambda: None
         return
     prompt = _GrowingPrompt(known, source)
-    feed = PromptFeed(engine, prompt, expected_output_tokens=expected_output_tokens)
+    feed = PromptFeed(engine, prompt)
     is_claimed, has_ended = False, anyio.Event()
 
     def claim() -> str | None:

@@ -7,7 +7,7 @@ examples, so it has its own agents.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,11 @@ REVIEWERS = {
     "method": "You review how the paper above measures, and whether that supports its claims.",
     "clarity": "You review whether the paper above can be understood, and what it leaves out.",
 }
+META = "meta"
 _META = "You weigh the reviews of the paper above against each other and recommend a decision."
+
+# They use the large model.
+LAST_AGENTS = ("summary", META)
 
 SLIDES = 12
 _LAYOUTS = ("Title and Content", "Section Header", "Content with Caption")
@@ -56,13 +60,17 @@ _SLIDE = rf"# [^\x00-\x1f]{{10,30}}\n(- {_LINE}\n){{3}}"
 _CHOICES = "".join(rf"{number}\. ({'|'.join(_LAYOUTS)})\n" for number in range(1, SLIDES + 1))
 
 
-def chain(small: Client, large: Client) -> RoundRobinGroupChat:
-    """Build a chain of four travel agents. Only the last agent uses the large model."""
+def chain(client: Callable[[str], Client]) -> RoundRobinGroupChat:
+    """Build a chain of four travel agents.
+
+    Args:
+        client: returns the client of an agent, by its name.
+    """
     guide = GUIDE.read_text()
     agents: list[ChatAgent | Team] = [
         AssistantAgent(
             name,
-            model_client=large if name == "summary" else small,
+            model_client=client(name),
             system_message=f"{guide}\n\n{role}",
             model_client_stream=True,  # Only a stream shows when the first token comes.
         )
@@ -71,18 +79,19 @@ def chain(small: Client, large: Client) -> RoundRobinGroupChat:
     return RoundRobinGroupChat(agents, max_turns=len(agents))
 
 
-def mapreduce(small: Client, large: Client, *, sequential: bool = False) -> GraphFlow:
-    """Build a team of three reviewers and a meta-reviewer, which uses the large model.
+def mapreduce(client: Callable[[str], Client], *, sequential: bool = False) -> GraphFlow:
+    """Build a team of three reviewers and a meta-reviewer.
 
     Args:
+        client: returns the client of an agent, by its name.
         sequential: whether the reviewers run one after another.
     """
     paper = PAPER.read_text()
     reviewers = [
-        _filter_messages(_make_agent(name, small, f"{paper}\n\n{role}"), [])
+        _filter_messages(_make_agent(name, client(name), f"{paper}\n\n{role}"), [])
         for name, role in REVIEWERS.items()
     ]
-    meta = _make_agent("meta", large, f"{paper}\n\n{_META}")
+    meta = _make_agent(META, client(META), f"{paper}\n\n{_META}")
     reader = _filter_messages(meta, list(REVIEWERS))
     graph = DiGraphBuilder()
     for agent in (*reviewers, reader):

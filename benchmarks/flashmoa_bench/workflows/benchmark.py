@@ -59,6 +59,10 @@ class Clients:
     small: FlashMoAChatCompletionClient
     large: FlashMoAChatCompletionClient
 
+    def of(self, agent: str, copy: int) -> FlashMoAChatCompletionClient:
+        """Return the client of an agent of a team, of the copy with this number."""
+        return self.large if agent in agents.LAST_AGENTS else self.small
+
     async def flush(self) -> None:
         await self.small.engine.flush_cache()
         await self.large.engine.flush_cache()
@@ -68,14 +72,21 @@ class Clients:
         await self.large.close()
 
 
-def greedy_client(url: str, model: str, tokens: int) -> FlashMoAChatCompletionClient:
-    """Make a client whose answers have ``tokens`` tokens and can be compared token for token."""
+def greedy_client(
+    url: str, model: str, tokens: int, expected: int | None = None
+) -> FlashMoAChatCompletionClient:
+    """Make a client whose answers have ``tokens`` tokens and can be compared token for token.
+
+    Args:
+        expected: the length that the engine is told.
+    """
+    told = {} if expected is None else {"expected_output_tokens": expected}
     return FlashMoAChatCompletionClient(
         model=model,
         base_url=url,
         temperature=0,
         max_tokens=tokens,
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, **told},
     )
 
 
@@ -112,13 +123,13 @@ class AgentWorkflow:
 
 
 async def _run_chain(clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
-    team = agents.chain(clients.small, clients.large)
+    team = agents.chain(lambda agent: clients.of(agent, copy))
     await _run_team(team, agents.TRIP, way, copy, listener)
 
 
 async def _run_mapreduce(clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
     sequential = way == "sequential"
-    team = agents.mapreduce(clients.small, clients.large, sequential=sequential)
+    team = agents.mapreduce(lambda agent: clients.of(agent, copy), sequential=sequential)
     await _run_team(team, agents.REVIEW, way, copy, listener)
 
 

@@ -21,6 +21,7 @@ class Bench:
         self._urls |= {"fcfs": stock, "flashmoa-2": other, "writer": other}
         self._urls |= {"small": plugin, "medium": plugin, "large": plugin}
         self._urls |= {f"stock-{size}": stock for size in ("small", "medium", "large")}
+        self._urls |= {f"sjf-{size}": plugin for size in ("small", "large")}
         self._urls |= {"stock-mixed": stock, "engine-1": plugin, "engine-2": other}
         self._json = folder / "results.json"
 

@@ -117,7 +117,7 @@ async def test_measured_mapreduce_is_the_same_parallel_and_sequential(clients: C
     runs = {
         (mode, sequential): await run_once(
             lambda sequential=sequential: mapreduce(
-                clients.small, clients.large, sequential=sequential
+                lambda agent: clients.of(agent, 0), sequential=sequential
             ),
             [clients.small, clients.large],
             REVIEW,

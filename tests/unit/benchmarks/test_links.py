@@ -6,6 +6,7 @@ import argparse
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flashmoa_bench.harness.command_line import make_parser
@@ -19,15 +20,15 @@ from flashmoa_bench.link import (
     coding_agents,
     handoff,
     interference,
-    schedule,
     shared_engine,
     tools,
 )
 from flashmoa_bench.link.handoff import LINKED, HandoffCell, summarise_cell, summarise_grid
 from flashmoa_bench.link.pipelines import PipelineRound, Workload
-from flashmoa_bench.link.schedule import KINDS, make_batches, make_workflows
 from flashmoa_bench.link.shared_engine import DEFAULT_ROWS, ChainRun, Chains
 from flashmoa_bench.link.tools import WORKLOADS, AfterTools, workloads
+from flashmoa_bench.workflows import agents, schedule
+from flashmoa_bench.workflows.benchmark import WorkflowRun
 
 from flashmoa.errors import EngineError
 
@@ -123,22 +124,32 @@ def test_chunks_are_compared_with_a_single_pass() -> None:
     assert (single.over_single_pass, single.last_over_first) == (1.0, None)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_workflows_share_only_prefixes_if_asked_to(shared: bool) -> None:
-    first, *_, again = make_workflows(len(KINDS) + 1, random.Random(0), shared=shared)
-    assert (first[1].prefix == again[1].prefix) is shared
-    assert first[1].suffix != again[1].suffix
-    assert first[0].prefix != again[0].prefix
-    assert [step.output for step in first] == [agent.output for agent in KINDS[0]]
-    sizes = [list(map(len, make_batches(n, random.Random(0), shared=shared))) for n in (1, 10)]
-    assert sizes == [[1] * len(KINDS), [10]]
-
-
 def test_schedules_are_compared_with_fcfs() -> None:
-    measured = {"fcfs": [[2.0, 4.0], [6.0, 8.0]], "sjf": [[1.0, 2.0], [3.0, 4.0]]}
-    fcfs, sjf = schedule.summarise(10, measured)
-    assert (fcfs.mean, fcfs.p95, fcfs.mean_of_fcfs) == (5, 8, 1)
-    assert (sjf.mean, sjf.p95, sjf.mean_of_fcfs, sjf.p95_of_fcfs) == (2.5, 4, 0.5, 0.5)
+    def played(*seconds: float) -> list[WorkflowRun]:
+        return [WorkflowRun(each, 1.0, each / 2, {}) for each in seconds]
+
+    rounds = {
+        "fcfs": [played(2.0, 4.0), played(6.0, 8.0)],
+        "linked + sjf": [played(1.0, 2.0), played(3.0, 4.0)],
+    }
+    fcfs, both = schedule.summarise("chain", 10, rounds)
+    assert (fcfs.seconds, fcfs.p95, fcfs.of_fcfs, fcfs.paper) == (5, 8, 1, "")
+    assert (both.seconds, both.p95, both.of_fcfs, both.p95_of_fcfs) == (2.5, 4, 0.5, 0.5)
+    assert both.paper == "0.63"
+    # The critical path decodes fastest in the second way.
+    assert fcfs.bound == both.bound == 1.25 / 5
+
+
+def test_answers_are_not_as_long_as_told() -> None:
+    lengths = schedule.earlier_lengths(100, seed=0)
+    assert lengths == schedule.earlier_lengths(100, seed=0) != schedule.earlier_lengths(100, seed=1)
+    assert all(50 <= tokens <= 150 for tokens in lengths.values())
+    by_change: Any = {(name, change): change for name in lengths for change in schedule.CHANGES}
+    unused: Any = None
+    clients = schedule.ProfiledClients(unused, unused, by_change)
+    changes = [clients.of(agent, copy) for agent in agents.TRAVEL_AGENTS for copy in range(10)]
+    assert changes == [clients.of(a, copy) for a in agents.TRAVEL_AGENTS for copy in range(10)]
+    assert set(changes) == {0.7, 1.3}
 
 
 def test_a_strangers_figures_are_over_all_rounds() -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -187,9 +187,15 @@ def forwards(engine: LocalEngine) -> list[tuple[int, int]]:
 class Replicas:
     """Servers that divide a model's experts; ``running`` has them by rank."""
 
-    def __init__(self, engines: LocalEngines, model: Path) -> None:
+    def __init__(
+        self,
+        engines: LocalEngines,
+        model: Path | str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._engines = engines
         self._model = model
+        self._environment = environment
         self.group = uuid.uuid4().hex
         self.mode = ["d2d"]
         self.running: dict[int, LocalEngine] = {}
@@ -201,7 +207,11 @@ class Replicas:
         flags += ["--flashmoa-asyncep-replica", place, "--max-total-tokens", "12000"]
         model = model or self._model
         self.running[rank] = await self._engines.start(
-            model, core=rank, arguments=[*flags, *BRIEF], wait=False
+            model,
+            core=rank,
+            arguments=[*flags, *BRIEF],
+            environment=self._environment,
+            wait=False,
         )
         return self.running[rank]
 

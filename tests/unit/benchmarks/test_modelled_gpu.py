@@ -79,16 +79,14 @@ def nvidia_rows(gpu: str, kind: str) -> dict[tuple[int, ...], float]:
     folder = Path(str(files("aiconfigurator_core"))) / "systems" / "data" / gpu / "attention"
     (file,) = folder.glob(f"sglang/*/{kind}_attention_perf.parquet")
     wanted = {"head_dim": 128, "kv_cache_dtype": "bfloat16", "attn_dtype": "bfloat16"}
-    rows: list[dict[str, Any]] = pandas.read_parquet(file).to_dict("records")
+    table: Any = pandas.read_parquet(file)
+    for name, value in {**wanted, "window_size": 0}.items():
+        table = table[table[name] == value] if name in table else table
+    heads = zip(table.batch_size, table.num_heads, table.num_key_value_heads, strict=True)
+    tokens = table.isl + table.step
     return {
-        (
-            *(row[name] for name in ("batch_size", "num_heads", "num_key_value_heads")),
-            row["isl"] + row["step"],
-        ): row["latency"] / 1000
-        for row in rows
-        if all(
-            row.get(name, value) == value for name, value in {**wanted, "window_size": 0}.items()
-        )
+        (*each, length): milliseconds / 1000
+        for each, length, milliseconds in zip(heads, tokens, table.latency, strict=True)
     }
 
 

@@ -165,7 +165,7 @@ class Summary:
         if overlap.delay is None:
             return text
         held_up = seconds(overlap.delay)
-        return f"{text}; prefilling ahead delayed answers that were being written by {held_up}"
+        return f"{text}; estimated delay of answers being written meanwhile: {held_up} in all"
 
 
 def summary(calls: Sequence[Call]) -> Summary:

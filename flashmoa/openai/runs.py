@@ -541,9 +541,9 @@ def _langgraph_node() -> str | None:
     config: Any = module.var_child_runnable_config.get() if module is not None else None
     # "writer:ID|agent:ID" in an agent within a node: each of LangGraph's own agents has this node.
     place = config.get("metadata", {}).get("langgraph_checkpoint_ns") if config else None
-    steps = (step.partition(":")[0] for step in (place or "").split("|"))
-    # A number tells graphs apart that one node runs.
-    return " > ".join(step for step in steps if not step.isdecimal())
+    # A number alone tells graphs apart that one node runs.
+    steps = (step for step in (place or "").split("|") if not step.isdecimal())
+    return " > ".join(step.partition(":")[0] for step in steps)
 
 
 def _pydantic_ai_agent() -> object:

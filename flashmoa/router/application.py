@@ -38,7 +38,7 @@ POLICY_ROUTES = (
     *(CHAT, "/generate", STREAMS, "/prefill_only", "/v1/completions", "/v1/embeddings"),
     *("/v1/classify", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
-# Any engine can answer these requests.
+# Any engine of the router can answer these requests; /flashmoa/similarities if all embed.
 _TEXT_ROUTES = (
     *("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
     "/flashmoa/similarities",

@@ -114,7 +114,7 @@ class StreamProgress:
         waiting: streams that begin (``True``) or cease to wait for room in the KV pool.
     """
 
-    increments: tuple[tuple[str, int, int, float, float], ...] = ()
+    increments: tuple[tuple[str, int, int, float, float | None], ...] = ()
     waiting: tuple[tuple[str, bool], ...] = ()
 
 

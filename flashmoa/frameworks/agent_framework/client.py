@@ -14,6 +14,7 @@ from agent_framework import (
     ChatResponseUpdate,
     Content,
     Executor,
+    FunctionTool,
     Message,
     ResponseStream,
     UsageDetails,
@@ -51,11 +52,13 @@ class ToolCalls:
     Attributes:
         texts: its texts beside the calls.
         names: the names of the called tools, in the order of the calls.
+        are_run: whether the framework runs the tools at once, and asks nobody.
         ask_again: returns the agent's next request, given the tools' results in this order.
     """
 
     texts: tuple[str, ...]
     names: Sequence[str]
+    are_run: bool
     ask_again: Callable[[Sequence[str]], ChatRequest]
 
 
@@ -197,7 +200,11 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         # Requests show each text as a message of its own.
         is_forwarded = not calls and len(texts) <= 1
         names = [str(each.name) for each in calls]
-        tool_calls = ToolCalls(tuple(texts), names, ask_again) if calls else None
+        tool_calls = None
+        if calls:
+            tools = {each.name: each for each in _function_tools(options)}
+            are_run = all(name in tools and runs_at_once(tools[name]) for name in names)
+            tool_calls = ToolCalls(tuple(texts), names, are_run, ask_again)
         whole, reason = "".join(texts), response.finish_reason
         call.finish(CallResult(whole, call.usage, reason, is_forwarded, tool_calls=tool_calls))
 
@@ -251,3 +258,13 @@ def agent_of(executor: Executor) -> object | None:
     if isinstance(executor, MagenticOrchestrator):
         return getattr(executor._manager, "_agent", None)
     return None
+
+
+def _function_tools(options: Mapping[str, Any]) -> list[FunctionTool]:
+    tools = options.get("tools") or ()
+    return [tool for tool in tools if isinstance(tool, FunctionTool)]
+
+
+def runs_at_once(tool: FunctionTool) -> bool:
+    """Return whether a called tool runs without a person's approval, and not somewhere else."""
+    return not tool.declaration_only and tool.approval_mode != "always_require"

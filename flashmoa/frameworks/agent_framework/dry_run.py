@@ -195,7 +195,9 @@ async def captured_request(dry_run: Awaitable[object]) -> ChatRequest:
 def request_after_tools(
     workflow: Workflow, name: str, answer: ToolCalls
 ) -> RequestAfterTools | None:
-    """Return an executor's request after the tools of an answer; ``None`` if it hands off.
+    """Return an executor's request after the tools of an answer.
+
+    It is ``None`` if the answer hands off, or calls a tool that waits for a person.
 
     Raises: NotForecastable if the request may change before it is sent.
     """
@@ -203,7 +205,8 @@ def request_after_tools(
     if reason := why_not_run(workflow, executor):
         raise NotForecastable(reason)
     targets = getattr(executor, "_handoff_targets", ())
-    if not {*map(get_handoff_tool_name, targets)}.isdisjoint(answer.names):
+    hands_off = not {*map(get_handoff_tool_name, targets)}.isdisjoint(answer.names)
+    if hands_off or not answer.are_run:
         return None
     tools = name_calls(answer.names)
 

@@ -33,8 +33,9 @@ class SimilarityApi:
     ) -> None:
         self._engine = engine
         self._reader = reader
-        # A matrix of float32 for each text. Even the widest model can compare two texts.
-        self._most_texts = max(2, memory_bytes // (4 * engine.hidden_size**2))
+        # Two matrices of float32 for each text. Even the widest model can compare two texts, and no
+        # scheduler is busy for long.
+        self._most_texts = min(64, max(2, memory_bytes // (8 * engine.hidden_size**2)))
         self._one_at_a_time = asyncio.Lock()
 
     def add_to(self, app: FastAPI) -> None:
@@ -51,8 +52,8 @@ class SimilarityApi:
             found = await self._engine.compare(body.texts, terms, request)
         if not found.rows:
             raise EngineFailed(
-                "This engine cannot read the token states of its model; use an embedding model "
-                "whose pooler is SGLang's own, on one pipeline stage (--pp-size 1)."
+                "This engine could not read the states of all tokens; use an embedding model whose "
+                "pooler is SGLang's own, on one pipeline stage (--pp-size 1). See the engine's log."
             )
         return {"similarities": found.rows, "prompt_tokens": sum(found.tokens)}
 

@@ -73,13 +73,14 @@ Ending = Literal["used", "deleted", "expired", "drained"]
 class Span:
     """One increment: when it was computed (Unix seconds, with waiting), and how many tokens.
 
-    ``delay_seconds`` estimates how much later the engine's answers got their next tokens for it.
+    ``delay_seconds`` estimates how much later the engine's answers got their next tokens for it;
+    ``None`` if the engine has not measured its costs.
     """
 
     start: float
     end: float
     tokens: int
-    delay_seconds: float
+    delay_seconds: float | None
 
 
 class CallText(NamedTuple):

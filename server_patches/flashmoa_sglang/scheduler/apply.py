@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.scheduler.admission import deferred, make_room, room_for_streams
 from flashmoa_sglang.scheduler.pins import can_pin
 from flashmoa_sglang.scheduler.plan import Step, plan
@@ -159,14 +160,33 @@ def _settle(scheduler: Any, batch: Any, step: Step, decodes: int) -> None:
     if step.mixed:
         state.rode_along += tokens
     if tokens and decodes:
-        added = state.costs.added(decodes, tokens) if step.mixed else state.costs.prefill(tokens)
+        context = sum(RELEASE.cached_tokens(req) * prefilled for req, prefilled in increments)
+        mixed, others = scheduler.is_mixed_chunk, batch.extend_num_tokens - tokens
+        delay = _delay(state.costs, decodes, tokens, context / tokens, others, mixed=mixed)
         for req, prefilled in increments:
-            state_of(req).delay = added * prefilled / tokens
+            state_of(req).delay = None if delay is None else delay * prefilled / tokens
     if state.shared is not None:
         state.duplicates_avoided += state.shared.avoided
     if scheduler.enable_overlap and not state.late_kv and can_pin(scheduler):
         shares = state.shared is not None
         state.launched = [req for req in batch.reqs if is_increment(req) or shares]
+
+
+def _delay(
+    costs: Costs, decodes: int, tokens: int, context: float, others: int, *, mixed: bool
+) -> float | None:
+    """Return how many seconds the tokens of increments add to a step of requests that decode.
+
+    Args:
+        context: mean number of cached tokens before each token.
+        others: number of clients' tokens in the same forward, which would have run without them.
+    """
+    if costs is UNMEASURED:
+        return None
+    if mixed:
+        return costs.added(decodes, tokens, context)
+    alone = costs.prefill(others) if others else 0.0
+    return costs.prefill(others + tokens) - alone + costs.per_pair * tokens * context
 
 
 def _publish_launched(scheduler: Any, state: SchedulerState) -> None:

@@ -22,7 +22,7 @@ class RequestState:
             compute tokens that both need.
         last_wait: length of the cached prefix at its last such wait.
         delay: estimated seconds by which an increment made requests that decode wait for their next
-            tokens.
+            tokens; ``None`` if the engine has not measured its costs.
     """
 
     mark: RequestMark | None = None
@@ -31,7 +31,7 @@ class RequestState:
     unshared: int | None = None
     first_wait: int | None = None
     last_wait: int | None = None
-    delay: float = 0.0
+    delay: float | None = 0.0
 
     @property
     def stream(self) -> str | None:

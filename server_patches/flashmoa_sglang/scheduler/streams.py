@@ -132,7 +132,7 @@ class SchedulerStreams:
         self._returning: dict[str, Returning] = {}
         self._numbers = count()
         self._make: Callable[[Any], Any] | None = None
-        self._progress: list[tuple[str, int, int, float, float]] = []
+        self._progress: list[tuple[str, int, int, float, float | None]] = []
         # The streams without room for their tokens, now and as last reported.
         self._waiting: set[str] = set()
         self._reported_waiting: set[str] = set()

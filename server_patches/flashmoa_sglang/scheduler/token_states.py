@@ -7,6 +7,7 @@ its Gram matrix ``T.T @ T`` can be summed up forward by forward, in as much memo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,8 @@ from flashmoa_sglang.scheduler.request import state_of
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -71,8 +74,13 @@ class TokenStates:
                 return
             # A CUDA graph's forward may be longer than its batch.
             for req, rows in zip(reqs, states[:total].split(list(lengths)), strict=False):
-                if (text := self._texts.get(req.rid)) is not None:
+                if (text := self._texts.get(req.rid)) is None:
+                    continue
+                try:
                     text.add(rows)
+                except RuntimeError:  # A matrix does not fit the memory that SGLang has left.
+                    logger.exception("FlashMoA: a text's token states cannot be read")
+                    self._texts[req.rid] = _Text()
 
         token = _collect.set(collect)
         try:
@@ -107,14 +115,17 @@ def frobenius_cosines(grams: Sequence[torch.Tensor]) -> list[list[float]]:
 
     Args:
         grams: for each text ``T.T @ T``, ``[hidden, hidden]`` (line 8).
+
+    Returns: no rows if a state is not finite, as states in float16 may be.
     """
     import torch
 
-    flat: list[torch.Tensor] = []
-    for gram in grams:
+    flat = torch.empty(len(grams), grams[0].numel())
+    for row, gram in zip(flat, grams, strict=True):
         least = torch.finfo(gram.dtype).tiny
         # Corr(T.T @ T) divides by the lengths of T's columns. Line 2 divides by the matrix's norm.
         scale = gram.diagonal().clamp_min(least).rsqrt()
         correlation = gram * scale[:, None] * scale
-        flat.append((correlation / correlation.norm().clamp_min(least)).flatten())
-    return [[min(1.0, max(0.0, float(one @ other))) for other in flat] for one in flat]
+        row[:] = (correlation / correlation.norm().clamp_min(least)).flatten()
+    rows = flat @ flat.T
+    return rows.clamp(0.0, 1.0).tolist() if bool(rows.isfinite().all()) else []

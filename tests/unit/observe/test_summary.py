@@ -163,14 +163,14 @@ def test_the_wait_is_compared_with_the_estimate() -> None:
     assert whole.overlap.unlinked == 5.5
     assert str(whole).endswith(
         "came 1.50 s after their requests, added up, instead of about 5.50 s, by the "
-        "engine's measured costs; prefilling ahead delayed answers that were being written by 0 ms"
+        "engine's measured costs; estimated delay of answers being written meanwhile: 0 ms in all"
     )
     delays = [Span(start=0, end=1, tokens=1, delay_seconds=delay) for delay in (0.5, 0.25)]
     first, second = (
         [*call(name, 2, 2.5, 3, use.model_copy(update={"prefills": delays}))] for name in "AB"
     )
     assert str(summary(calls([*first, *second]))).endswith(
-        "costs; prefilling ahead delayed answers that were being written by 1.50 s"
+        "costs; estimated delay of answers being written meanwhile: 1.50 s in all"
     )
     untold = call(
         "C", 2, 2.5, 3, use.model_copy(update={"prefills": [Span(start=0, end=1, tokens=1)]})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_framework import Agent, ChatResponse, Message, Workflow, WorkflowBuilder
+from agent_framework import Agent, ChatResponse, FunctionTool, Message, Workflow, WorkflowBuilder
 from agent_framework.openai import OpenAIChatCompletionClient
 from agent_framework.orchestrations import (
     ConcurrentBuilder,
@@ -18,7 +18,9 @@ from agent_framework.orchestrations import (
 from openai import AsyncOpenAI
 
 from flashmoa.agent_framework import FlashMoAChatClient, link
+from flashmoa.frameworks import ChatRequest
 from flashmoa.frameworks.agent_framework import client as _client
+from flashmoa.frameworks.agent_framework.dry_run import request_after_tools
 from flashmoa.observe.events import FIRST
 from tests.unit.frameworks.agent_framework.fakes import ANSWER, agent, call_tool, chain, make_client
 
@@ -172,3 +174,14 @@ async def test_an_agent_is_linked_while_its_tools_run_and_its_reader_after_them(
     assert fake.statuses == [None, "hit", "hit", "hit"]
     assert [call.agent for call in linked.report.calls] == ["a", "a", "b", "c"]
     await linked.close()
+
+
+@pytest.mark.parametrize("approval", ["always_require", "never_require"])
+async def test_no_request_is_expected_after_a_tool_that_waits_for_a_person(approval: Any) -> None:
+    client, _ = make_client()
+    workflow = SequentialBuilder(participants=[agent(client, "a")]).build()
+    tool = FunctionTool(name="look", func=lambda place: place, approval_mode=approval)
+    are_run = _client.runs_at_once(tool)
+    answer = _client.ToolCalls((), ["look"], are_run, lambda _: ChatRequest(client.engine, {}))
+    expected = request_after_tools(workflow, "a", answer)
+    assert (expected is not None) == are_run == (approval == "never_require")

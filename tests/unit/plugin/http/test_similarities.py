@@ -59,14 +59,14 @@ async def test_one_request_is_compared_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("different", "texts", "status", "problem"),
     [
-        ({}, ["a"] * 21, 400, "the server compares at most 20"),
+        ({}, ["a"] * 21, 400, "the server compares at most 10"),
         ({"hidden_size": 20_000}, ["a"] * 3, 400, "the server compares at most 2"),
         ({}, ["a", ""], 400, "texts.1 is empty"),
         ({}, [], 400, "texts: List should have at least 1 item"),
         ({}, ["a" * 6401], 413, "this server takes at most 100 tokens"),
         ({"data_parallel_ranks": 2}, ["a"], 400, "without --dp-size"),
         ({"draining": True}, ["a"], 503, "shutting down"),
-        ({"rows": []}, ["a"], 500, "cannot read the token states of its model"),
+        ({"rows": []}, ["a"], 500, "could not read the states of all tokens"),
     ],
 )
 async def test_refused_texts(

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flashmoa_sglang.costs import UNMEASURED
+from flashmoa_sglang.scheduler import apply
 from flashmoa_sglang.scheduler.request import is_increment, state_of
 from flashmoa_sglang.sglang.options import Options
 
@@ -47,6 +49,20 @@ def test_increments_know_how_long_decodes_wait_for_them() -> None:
         [COSTS.added(2, 62) * part / 62 for part in (40, 22)]
     )
     assert delays(0, is_increment, a=40) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("mixed", "others", "expected"),
+    [
+        (True, 0, COSTS.added(2, 40, 5000)),
+        (False, 0, COSTS.prefill(40, 5000)),
+        # The forward would have run without the increments.
+        (False, 100, COSTS.prefill(140) - COSTS.prefill(100) + COSTS.per_pair * 40 * 5000),
+    ],
+)
+def test_the_delay_of_decodes(mixed: bool, others: int, expected: float) -> None:
+    assert apply._delay(COSTS, 2, 40, 5000, others, mixed=mixed) == pytest.approx(expected)
+    assert apply._delay(UNMEASURED, 2, 40, 5000, others, mixed=mixed) is None
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,14 @@ from flashmoa.moa.prompts import (
     transcript,
 )
 from flashmoa.moa.results import AgentAnswer, Result, Spending, raise_as_mixture_failed
-from flashmoa.moa.settings import RUNNING_USAGE, Limits, Quorum, Steps, needs_one_request
+from flashmoa.moa.settings import (
+    RUNNING_USAGE,
+    Limits,
+    Quorum,
+    Steps,
+    may_call_tools,
+    needs_one_request,
+)
 from flashmoa.moa.topology import ClusterKey, Reads, Topology, critical_path
 from flashmoa.observe import Listener
 from flashmoa.observe.events import contained, ignore
@@ -176,8 +183,10 @@ class SystemRun:
         self._system = system
         self._flow = flow
         self._question = question
-        # What all agents but the last aggregator read: only that one has the tools.
-        self._transcript = transcript(question, (sampling or {}).get("tools") or ())
+        # What all agents but the last aggregator read: only that one has the tools. If it may not
+        # call them, the others answer too.
+        given = sampling or {}
+        self._transcript = transcript(question, given["tools"] if may_call_tools(given) else ())
         self._models = system.models(sampling)
         self._sampling = sampling
         self._in_one_request_for = system.in_one_request_for(sampling)

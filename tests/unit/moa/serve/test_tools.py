@@ -92,15 +92,22 @@ async def test_early_exit_skips_advisers_but_not_the_agent_with_the_tools() -> N
 
 
 async def test_no_advice_takes_the_place_of_an_answer_with_tools() -> None:
-    """A call that breaks off is not continued."""
-    last: dict[str, Any] = {"model": "cut", "limits": {"attempts": 2}}
+    last: dict[str, Any] = {"model": "cut", "limits": {"attempts": 1}}
     async with serving(SCRIPTS, [{"model": "first"}], [last]) as (engine, http):
         failed = await post(http)
-        asked = [body["model"] for body in engine.bodies]
         answered = await post(http, tool_choice="none")
     assert failed.status_code == 502, failed.text
-    assert asked.count("cut") == 1
+    advises = ["- read: Reads a file." in str(body["messages"]) for body in engine.bodies]
+    # Without a choice of tools the members answer.
+    assert advises == [True, False, False, False]
     assert answered.json()["choices"][0]["message"]["content"] == "Read a.py."
+
+
+async def test_tools_that_may_not_be_called_leave_a_staircase() -> None:
+    first: dict[str, Any] = {"model": "first", "repeat": 2}
+    async with serving(SCRIPTS, [first], [{"model": "first"}], kind="staircase") as (_, http):
+        answer = await post(http, tool_choice="none")
+    assert answer.json()["flashmoa"]["in_one_request_for"] == []
 
 
 async def test_another_agent_calls_the_tool_in_place_of_a_call_that_broke_off() -> None:

@@ -301,8 +301,8 @@ class _Server:
         form, heartbeat = question.form, self._options.heartbeat_seconds
         async with sending_events(send, heartbeat) as send_events:
             try:
+                await send_events(form.begin())
                 async with question.answering() as run:
-                    await send_events(form.begin())
                     async for piece in run:
                         question.begin()
                         await send_events(form.add(piece))

@@ -138,6 +138,28 @@ def test_calls_of_tools_and_their_results_are_kept() -> None:
     assert parsed == [*QUESTION, {**asked, "content": ""}, result]
 
 
+NO_NAME = "names no function; give it a function with a name"
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ({"id": "a", "function": {"arguments": "{}"}}, "0.function.name: Field required"),
+        ({"id": "a", "function": "f"}, '0.function is "f"'),
+        ({"id": [], "function": {"name": "f"}}, "0.id is []"),
+        ({"id": "a"}, f'0 is {{"id": "a"}}: it {NO_NAME}'),
+    ],
+)
+def test_malformed_calls_and_tools_are_named(call: dict[str, Any], problem: str) -> None:
+    error = refusal(messages=[{"role": "assistant", "tool_calls": [call]}, *QUESTION])
+    assert error.param == "messages" and f"messages.0.tool_calls.{problem}" in str(error)
+    if call["id"]:
+        error = refusal(tools=[call])
+        assert error.param == "tools" and f"tools.{problem}" in str(error)
+    error = refusal(messages=[{"role": "tool", "tool_call_id": [], "content": "x"}])
+    assert "messages.0.tool_call_id is []" in str(error)
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 

@@ -17,6 +17,7 @@ from flashmoa.moa.serve.chat_completions import ChatRequestRefused
 from flashmoa.moa.serve.responses import read_response_request
 from tests.unit.moa.scripted_engine import Script, ScriptedEngine
 from tests.unit.moa.serve.served import serving
+from tests.unit.moa.serve.test_application import events
 
 SCRIPTS: dict[str, Script] = {
     "plain": ["It is ", "18."],
@@ -49,19 +50,19 @@ async def test_a_text_is_answered_whole_and_streamed() -> None:
         asked: dict[str, Any] = {"model": "moa", "input": "What?", "instructions": "Be brief."}
         whole = await client.responses.create(**asked, max_output_tokens=9, temperature=0.5)
         async with client.responses.stream(**asked) as stream:
-            events = [event async for event in stream]
+            sent = [event async for event in stream]
             final = await stream.get_final_response()
     assert whole.output_text == final.output_text == "It is 18."
     assert whole.status == final.status == "completed" and whole.temperature == 0.5
     assert whole.usage is not None and whole.usage.output_tokens == 2
     extra: Any = whole.model_extra
     assert len(extra["flashmoa"]["agents"]) == 2
-    assert [event.type.removeprefix("response.") for event in events] == [
+    assert [event.type.removeprefix("response.") for event in sent] == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
         "output_text.delta", "output_text.done", "content_part.done", "output_item.done",
         "completed",
     ]  # fmt: skip
-    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.sequence_number for event in sent] == list(range(len(sent)))
     last = engine.bodies[1]
     assert last["max_tokens"] == 9
     assert last["messages"][0]["content"].startswith("Be brief.")
@@ -77,7 +78,7 @@ async def test_calls_of_tools_are_items() -> None:
         }  # fmt: skip
         whole = await client.responses.create(**asked)
         async with client.responses.stream(**asked) as stream:
-            events = [event async for event in stream]
+            sent = [event async for event in stream]
             final = await stream.get_final_response()
     for response in (whole, final):
         text, *calls = response.output
@@ -87,8 +88,8 @@ async def test_calls_of_tools_are_items() -> None:
             ("call_read", "read"), ("call_list", "list")
         ]  # fmt: skip
         assert json.loads(found[0].arguments) == {"path": "a.py"}
-    added = [event for event in events if event.type == "response.output_item.added"]
-    done = [event for event in events if event.type == "response.output_item.done"]
+    added = [event for event in sent if event.type == "response.output_item.added"]
+    done = [event for event in sent if event.type == "response.output_item.done"]
     assert [one.output_index for one in added] == [one.output_index for one in done] == [0, 1, 2]
     last = next(body for body in engine.bodies if body["model"] == "calls")
     function = {name: value for name, value in TOOL.items() if name != "type"}
@@ -107,10 +108,22 @@ async def test_failures_are_reported() -> None:
     async with serving(SCRIPTS, [{"model": "cut"}], [{"model": "cut"}]) as (_, http):
         body = {"input": "What?", "stream": True}
         answer = await http.post("/v1/responses", json=body)
-    *_, last = [line for line in answer.text.split("\n") if line.startswith("data: {")]
-    failed = json.loads(last.removeprefix("data: "))
+    failed = events(answer)[-1]
     assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
     assert failed["response"]["error"]["message"]
+
+
+async def test_an_error_of_the_server_follows_the_first_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_question: Any) -> None:
+        raise ZeroDivisionError("an error of the server")
+
+    monkeypatch.setattr("flashmoa.moa.run.conversation", fail)
+    async with serving(SCRIPTS, [{"model": "plain"}], [{"model": "plain"}]) as (_, http):
+        answer = await http.post("/v1/responses", json={"input": "What?", "stream": True})
+    kinds = [event["type"].removeprefix("response.") for event in events(answer)]
+    assert kinds == ["created", "in_progress", "failed"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flashmoa.moa import EarlyExit, Fallback, Model
+from flashmoa.moa import EarlyExit, Fallback, MixtureFailed, Model
 from tests.unit.moa.embedders import Embedder
 from tests.unit.moa.scripted_engine import mix, scripted_engine
 from tests.unit.moa.serve.served import ask, serving
@@ -108,6 +108,24 @@ async def test_tools_that_may_not_be_called_leave_a_staircase() -> None:
     async with serving(SCRIPTS, [first], [{"model": "first"}], kind="staircase") as (_, http):
         answer = await post(http, tool_choice="none")
     assert answer.json()["flashmoa"]["in_one_request_for"] == []
+
+
+@pytest.mark.parametrize("has_text", [False, True])
+async def test_a_backup_repeats_a_call_that_broke_off_before_any_text(*, has_text: bool) -> None:
+    text = ["I look."] if has_text else []
+    async with (
+        scripted_engine({**SCRIPTS, "m": [*text, *SCRIPTS["cut"]]}) as (_, client),
+        scripted_engine({"m": [("call", "list")]}) as (other, backup),
+    ):
+        mixture = mix(client, ["first"], Model(client, "m", backups=[backup]))
+        if has_text:
+            with pytest.raises(MixtureFailed):
+                await mixture.answer(TRANSCRIPT, {"tools": [TOOL]})
+            assert not other.bodies
+            return
+        result = await mixture.answer(TRANSCRIPT, {"tools": [TOOL]})
+    assert [call["function"]["name"] for call in result.tool_calls] == ["list"]
+    assert len(result.final.retries) == 1 and result.substitution is None
 
 
 async def test_another_agent_calls_the_tool_in_place_of_a_call_that_broke_off() -> None:

@@ -111,6 +111,7 @@ class Response:
     _message: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     _sent: int = 0
     _text: str = ""
+    _has_message: bool = False
 
     def whole(self, result: Result, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a whole answer. ``record`` is its field ``flashmoa``."""
@@ -136,11 +137,7 @@ class Response:
 
     def add(self, piece: str) -> list[dict[str, Any]]:
         """Return the events of the next piece of the text."""
-        events: list[dict[str, Any]] = []
-        if not self._text:
-            item: dict[str, Any] = {**self._message_item("", "in_progress"), "content": []}
-            events.append(self._event("response.output_item.added", output_index=0, item=item))
-            events.append(self._event("response.content_part.added", part=_part(""), **self._at()))
+        events = [] if self._has_message else self._begin_message()
         self._text += piece
         return [
             *events,
@@ -150,8 +147,10 @@ class Response:
     def end(self, result: Result, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the events after the text: its end, the calls of tools, and the whole answer."""
         events: list[dict[str, Any]] = []
-        if text := self._text:
-            done = "response.output_text.done"
+        if not (self._text or result.tool_calls):
+            events += self._begin_message()
+        if self._has_message:
+            text, done = self._text, "response.output_text.done"
             events.append(self._event(done, text=text, **self._at(), logprobs=[]))
             events.append(self._event("response.content_part.done", part=_part(text), **self._at()))
         whole = self.whole(result, record)
@@ -168,6 +167,14 @@ class Response:
         kind = "server_error" if problem["type"] == "server_error" else "invalid_prompt"
         failed = {**self._body("failed"), "error": {"code": kind, "message": problem["message"]}}
         return [self._event("response.failed", response=failed)]
+
+    def _begin_message(self) -> list[dict[str, Any]]:
+        self._has_message = True
+        item: dict[str, Any] = {**self._message_item("", "in_progress"), "content": []}
+        return [
+            self._event("response.output_item.added", output_index=0, item=item),
+            self._event("response.content_part.added", part=_part(""), **self._at()),
+        ]
 
     def _call_events(self, item: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
         place = {"output_index": index, "item_id": item["id"]}
@@ -195,6 +202,8 @@ class Response:
                     "arguments": function["arguments"],
                 }
             )
+        if result.finish_reason == "length":  # The last item is the one that the limit cut.
+            items[-1]["status"] = "incomplete"
         return items
 
     def _message_item(self, text: str, status: str) -> dict[str, Any]:

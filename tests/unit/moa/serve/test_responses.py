@@ -22,6 +22,8 @@ from tests.unit.moa.serve.test_application import events
 SCRIPTS: dict[str, Script] = {
     "plain": ["It is ", "18."],
     "calls": ["I look.", ("call", "read"), ("call", "list")],
+    "only call": [("call", "read"), "not reached"],
+    "empty": [("thought", "Hm."), "not reached"],
     "cut": ["It", ("end", "cut")],
 }
 TOOL: dict[str, Any] = {
@@ -98,6 +100,37 @@ async def test_calls_of_tools_are_items() -> None:
     assert last["reasoning_effort"] == "low"
     assert last["response_format"] == {"type": "json_object"}
     assert [one["role"] for one in last["messages"]][-3:] == ["assistant", "tool", "user"]
+
+
+@pytest.mark.parametrize(
+    ("last", "items"),
+    [("plain", ["message"]), ("calls", ["message"]), ("only call", ["function_call"])],
+)
+async def test_the_item_that_the_limit_cut_is_incomplete(last: str, items: list[str]) -> None:
+    async with connected(last) as (_, client):
+        asked: dict[str, Any] = {"model": "moa", "input": "?", "tools": [TOOL]}
+        whole = await client.responses.create(**asked, max_output_tokens=1)
+        async with client.responses.stream(**asked, max_output_tokens=1) as stream:
+            sent = [event async for event in stream]
+    done = [event.item for event in sent if event.type == "response.output_item.done"]
+    final = sent[-1]
+    assert final.type == "response.incomplete"
+    for found in (whole.output, final.response.output, done):
+        assert [(one.type, getattr(one, "status", "")) for one in found] == [
+            (kind, "incomplete") for kind in items
+        ]
+    assert whole.status == final.response.status == "incomplete"
+
+
+async def test_an_empty_answer_is_an_item_that_begins() -> None:
+    async with serving(SCRIPTS, [{"model": "plain"}], [{"model": "empty"}]) as (_, http):
+        body = {"input": "?", "stream": True, "max_output_tokens": 1}
+        sent = events(await http.post("/v1/responses", json=body))
+    kinds = [event["type"].removeprefix("response.") for event in sent]
+    assert kinds[2:] == [
+        "output_item.added", "content_part.added", "output_text.done", "content_part.done",
+        "output_item.done", "incomplete",
+    ]  # fmt: skip
 
 
 async def test_failures_are_reported() -> None:

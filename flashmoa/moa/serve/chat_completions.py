@@ -121,7 +121,7 @@ class _StreamOptions(BaseModel):
 class _OwnOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    show_answers: bool = False
+    show_answers: bool | None = None
 
 
 class _Named(BaseModel):

@@ -116,6 +116,11 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
     assert parse(**neutral, store=False).parameters == {}
 
 
+def test_options_that_are_left_out_leave_the_files() -> None:
+    assert parse(flashmoa={}).shows_answers is None
+    assert parse(flashmoa={"show_answers": False}).shows_answers is False
+
+
 def test_parts_and_developers_are_converted() -> None:
     parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]
     chat = parse(

@@ -12,10 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import APIStatusError, AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
+from flashmoa.moa.config import read_tables
+from flashmoa.moa.serve.application import application
 from flashmoa.moa.serve.chat_completions import ChatRequestRefused
 from flashmoa.moa.serve.responses import read_response_request
-from tests.unit.moa.scripted_engine import Script, ScriptedEngine
+from tests.unit.moa.scripted_engine import Script, ScriptedEngine, scripted_engine
 from tests.unit.moa.serve.served import serving
 from tests.unit.moa.serve.test_application import events
 
@@ -131,6 +135,16 @@ async def test_an_empty_answer_is_an_item_that_begins() -> None:
         "output_item.added", "content_part.added", "output_text.done", "content_part.done",
         "output_item.done", "incomplete",
     ]  # fmt: skip
+
+
+async def test_responses_are_answered_under_a_root_path() -> None:
+    async with scripted_engine(SCRIPTS) as (engine, _):
+        models = [{"models": [{"engine": engine.url, "model": "plain"}]}] * 2
+        app = Starlette(routes=[Mount("/moa", application(read_tables({"layers": models})))])
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            answer = await http.post("/moa/v1/responses", json={"input": "What?"})
+    assert answer.status_code == 200 and answer.json()["object"] == "response"
 
 
 async def test_failures_are_reported() -> None:

@@ -32,7 +32,7 @@ from flashmoa.moa.serve.chat_completions import (
     parse_object,
 )
 from flashmoa.moa.serve.responses import Response as ResponseBody
-from flashmoa.moa.serve.responses import read_response_request
+from flashmoa.moa.serve.responses import parse_response_request
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class _Server:
             self._check_key(request)
             body = parse_object(await self._read(request))
             name = self._name_of(body.get("model"))
-            chat = ChatQuestion.parse(read_response_request(body) if is_response else body)
+            chat = (parse_response_request if is_response else ChatQuestion.parse)(body)
             served = self._find(chat.model)
             form = Completion(served.name, chat.includes_usage)
             if is_response:

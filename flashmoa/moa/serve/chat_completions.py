@@ -199,7 +199,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
         if isinstance(body, dict):
             return body  # pyright: ignore[reportUnknownVariableType]
         problem = f"it is a JSON {type(body).__name__}"
-    refuse(f"the body is not a chat completion request ({problem}); send an object with messages")
+    refuse(f"the body is not a JSON object ({problem}); send an object with a question")
 
 
 def _refuse_constant(name: str) -> NoReturn:

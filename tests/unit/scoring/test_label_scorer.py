@@ -8,7 +8,6 @@ from typing import Any
 import anyio
 import pytest
 
-from flashmoa.engine import EngineClient
 from flashmoa.errors import PluginMissing
 from flashmoa.scoring.label_scorer import LabelScorer
 

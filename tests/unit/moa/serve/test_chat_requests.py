@@ -69,7 +69,7 @@ def test_any_bytes_are_refused_in_the_same_way(content: bytes) -> None:
     ("content", "problem"),
     [
         (b"{}", "messages is missing; send an object with messages"),
-        (b"[]", "(it is a JSON list); send an object with messages"),
+        (b"[]", "(it is a JSON list); send an object with a question"),
         (b"no", "(JSONDecodeError: Expecting value"),
         (b'{"temperature": NaN}', "NaN is not a number in JSON"),
         (b'{"logit_bias": {"7": 1e999}}', "Out of range float values"),

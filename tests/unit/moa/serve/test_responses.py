@@ -18,7 +18,7 @@ from starlette.routing import Mount
 from flashmoa.moa.config import read_tables
 from flashmoa.moa.serve.application import application
 from flashmoa.moa.serve.chat_completions import ChatRequestRefused
-from flashmoa.moa.serve.responses import read_response_request
+from flashmoa.moa.serve.responses import parse_response_request
 from tests.unit.moa.scripted_engine import Script, ScriptedEngine, scripted_engine
 from tests.unit.moa.serve.served import serving
 from tests.unit.moa.serve.test_application import events
@@ -149,7 +149,7 @@ async def test_responses_are_answered_under_a_root_path() -> None:
 
 async def test_failures_are_reported() -> None:
     async with connected("cut") as (_, client):
-        with pytest.raises(APIStatusError, match="part of its prompt is stored") as refused:
+        with pytest.raises(APIStatusError, match="nothing is stored here") as refused:
             await client.responses.create(model="moa", input="?", previous_response_id="resp_1")
         assert refused.value.status_code == 400
     async with serving(SCRIPTS, [{"model": "cut"}], [{"model": "cut"}]) as (_, http):
@@ -184,6 +184,11 @@ async def test_an_error_of_the_server_follows_the_first_events(
         ({"include": ["web_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": "x"}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"messages": []}, "messages"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input"),
         ({"temprature": 1}, "temprature"),
         ({"store": True}, "store"),
         ({"max_tool_calls": 2}, "max_tool_calls"),
@@ -192,7 +197,27 @@ async def test_an_error_of_the_server_follows_the_first_events(
 async def test_what_cannot_be_followed_is_refused(fields: dict[str, Any], param: str) -> None:
     async with serving(SCRIPTS, [{"model": "plain"}], [{"model": "plain"}]) as (_, http):
         answer: httpx.Response = await http.post("/v1/responses", json={"input": "?", **fields})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param
+    assert param in error["message"] and "prefilled" not in error["message"]
+
+
+def test_items_become_messages_that_templates_know() -> None:
+    thought = {"type": "reasoning", "summary": []}
+    items: list[Any] = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "In English."}]},
+        {"role": "user", "content": "Why?"},
+        *[thought, thought],
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "user", "content": "Please."},
+    ]
+    chat = parse_response_request({"input": items, "instructions": "Be brief."})
+    assert [(one["role"], one["content"]) for one in chat.messages] == [
+        ("system", "Be brief.\n\nIn English."),
+        ("user", "Why?"),
+        ("assistant", "No."),
+        ("user", "Please."),
+    ]
 
 
 json_values = st.recursive(
@@ -207,6 +232,6 @@ json_values = st.recursive(
 ), json_values))  # fmt: skip
 def test_any_object_is_read_or_refused(body: dict[str, Any]) -> None:
     try:
-        assert "messages" in read_response_request(body)
+        assert parse_response_request(body).messages
     except ChatRequestRefused as error:
         assert error.param and str(error)

@@ -305,6 +305,7 @@ class Agent(Answer):
                 if attempt + 1 == attempts or not self._can_repeat(error):
                     raise
                 self.record.retries.append(f"{self._engine.url}: {error}")
+                self._tool_calls.clear()  # The next request begins them again.
 
     def _avoid_engine(self) -> None:
         """Let all agents ask the engine last for a minute."""
@@ -320,7 +321,9 @@ class Agent(Answer):
         own = self._requests[self._first_of_part :]
         begins_again = any(one.thinks for one in own) or has_grammar(self._sampling)
         begins_again = begins_again or bool(self.tool_calls)
-        can_continue = not begins_again or not any(one.visible for one in own)
+        # No reader has any part of a call, or of an answer without text.
+        has_begun = self._text_so_far() and any(one.visible for one in own)
+        can_continue = not (begins_again and has_begun)
         return isinstance(error, Exception) and not is_refused and can_continue
 
     async def _send(
@@ -328,7 +331,7 @@ class Agent(Answer):
     ) -> None:
         """Send one request. It continues the text so far."""
         body: dict[str, Any] = {"model": self.model.model, **self._sampling}
-        written = self._continues + self.written + self._stops.held
+        written = self._text_so_far()
         if max_visible < math.inf:  # An engine would take a continued answer for thought.
             earlier = self._continues + "".join(step.text for step in self.record.steps)
             written = written if written[len(earlier) :].strip() else earlier
@@ -358,6 +361,9 @@ class Agent(Answer):
                 self._requests.remove(request)  # No engine has computed anything for it.
             raise
         self.record.finished = time.time()
+
+    def _text_so_far(self) -> str:
+        return self._continues + self.written + self._stops.held
 
     def _left_tokens(self) -> int | None:
         """Return how many tokens the rest of the answer may have; ``None``: any number."""

@@ -31,7 +31,14 @@ from flashmoa.engine.connections import engine_url
 from flashmoa.moa.council import Council
 from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
 from flashmoa.moa.models import Fallback, Model
-from flashmoa.moa.prompts import AggregationPrompt, ChairPrompt, DebatePrompt, Layout, Memory
+from flashmoa.moa.prompts import (
+    AggregationPrompt,
+    ChairPrompt,
+    DebatePrompt,
+    Layout,
+    Memory,
+    ReviewPrompt,
+)
 from flashmoa.moa.run import System, SystemSettings
 from flashmoa.moa.settings import NO_OTHERS, Count, Limits, Quorum, Sampling, Steps, suggest
 from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
@@ -289,11 +296,15 @@ class _CouncilTable(_SystemTable):
         if self.judge is not None and self.judge.repeat != 1:
             raise ValueError(f"judge.repeat is {self.judge.repeat}; a council has one judge")
         judge = None if self.judge is None else self.judge.build(file)[0]
+        given = {**self.given(), **self.layers[1].given()}
+        # The reviewers' prompt, which comes first, has the titles of the answers.
+        titles = {name: given[name] for name in ("heading",) if name in given}
         return Council(
             members,
             chairman,
             judge=judge,
-            prompt=ChairPrompt(**{**self.given(), **self.layers[1].given()}),
+            review=ReviewPrompt(**titles),
+            prompt=ChairPrompt(**given),
             quorum=self.layers[0].quorum or self.quorum,
             **self.build_settings(file),
         )

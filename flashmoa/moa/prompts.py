@@ -268,39 +268,42 @@ def transcript(question: Messages, tools: Sequence[Mapping[str, Any]]) -> Messag
     message says that the agent advises, and names the tools.
     """
     messages = [dict(message) for message in question]
-    calls = {call.get("id"): call for one in question for call in one.get("tool_calls") or ()}
-    if calls or any(message["role"] == "tool" for message in messages):
-        messages = _without_tools(messages, calls)
+    if any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+        messages = _without_tools(messages)
     if not tools:
         return messages
-    named = "\n".join(_describe_tool(tool.get("function") or tool) for tool in tools)
+    named = "\n".join(map(_describe_tool, tools))
     system = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
     return [{"role": "system", "content": f"{system}\n\n{_ADVISE}{named}".lstrip()}, *messages]
 
 
-def _without_tools(messages: Messages, calls: Mapping[Any, Mapping[str, Any]]) -> Messages:
+def _without_tools(messages: Messages) -> Messages:
     """Return messages whose calls are texts, with one user message for results in a row."""
     texts: Messages = []
+    # Ids are unique within a turn only: some engines count each turn's calls from 0.
+    calls: dict[Any, Mapping[str, Any]] = {}
     for message in messages:
-        message.pop("tool_calls", None)
+        calls |= {call.get("id"): call for call in message.pop("tool_calls", None) or ()}
         if message["role"] == "tool":
             call = calls.get(message.get("tool_call_id"), {})
             called = call.get("function") or call.get("custom") or {"name": "a tool"}
             given = called.get("arguments") or called.get("input") or ""
             result = f"Result of {called['name']}({given}):\n{message['content']}"
             message = {"role": "user", "content": result}
-        if not message.get("content"):
+        if message["role"] == "assistant" and not message.get("content"):
             continue  # The message had nothing but calls.
         if texts and texts[-1]["role"] == message["role"] == "user":
             # Some chat templates need roles that alternate.
-            texts[-1]["content"] = f"{texts[-1]['content']}\n\n{message['content']}"
+            contents = texts[-1].get("content"), message.get("content")
+            texts[-1]["content"] = "\n\n".join(filter(None, contents))
         else:
             texts.append(message)
     return texts
 
 
 def _describe_tool(tool: Mapping[str, Any]) -> str:
-    return f"- {tool.get('name')}: {tool.get('description') or 'no description'}"
+    named = tool.get("function") or tool.get("custom") or tool
+    return f"- {named.get('name')}: {named.get('description') or 'no description'}"
 
 
 def fair_shares(lengths: Sequence[int], room: int | None) -> list[int]:

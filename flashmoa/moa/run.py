@@ -39,7 +39,14 @@ from flashmoa.moa.prompts import (
     transcript,
 )
 from flashmoa.moa.results import AgentAnswer, Result, Spending, raise_as_mixture_failed
-from flashmoa.moa.settings import RUNNING_USAGE, Limits, Quorum, Steps, needs_one_request
+from flashmoa.moa.settings import (
+    RUNNING_USAGE,
+    Limits,
+    Quorum,
+    Steps,
+    may_call_tools,
+    needs_one_request,
+)
 from flashmoa.moa.topology import ClusterKey, Reads, Topology, critical_path
 from flashmoa.observe import Listener
 from flashmoa.observe.events import contained, ignore
@@ -176,8 +183,11 @@ class SystemRun:
         self._system = system
         self._flow = flow
         self._question = question
-        # What all agents but the last aggregator read: only that one has the tools.
-        self._transcript = transcript(question, (sampling or {}).get("tools") or ())
+        # What all agents but the last aggregator read: only that one has the tools. If it may not
+        # call them, the others answer too.
+        given = sampling or {}
+        self._transcript = transcript(question, ())
+        self._advised = transcript(question, given["tools"] if may_call_tools(given) else ())
         self._models = system.models(sampling)
         self._sampling = sampling
         self._in_one_request_for = system.in_one_request_for(sampling)
@@ -274,7 +284,10 @@ class SystemRun:
 
     def _read_in(self, layer: int) -> Messages:
         """Return the conversation that the agents of a layer read."""
-        return self._question if layer == len(self._models) - 1 else self._transcript
+        if layer == len(self._models) - 1:
+            return self._question
+        # Whoever reviews answers does not advise.
+        return self._advised if layer < self._system.answering_layers else self._transcript
 
     def _ask(
         self, layer: int, model: Model, prompt: Messages | GrowingPrompt, continues: str = ""

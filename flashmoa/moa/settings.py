@@ -193,6 +193,7 @@ def needs_one_request(parameters: Mapping[str, Any]) -> list[str]:
     answers are read.
     """
     values = {name: parameters.get(name) for name in _OF_ONE_REQUEST}
+    values["tools"] = may_call_tools(parameters)
     return [name for name, value in values.items() if value and value != {"type": "text"}]
 
 

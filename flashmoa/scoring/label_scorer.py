@@ -74,9 +74,11 @@ class LabelScorer:
         # vLLM's route takes the name of a model. SGLang's ignores it.
         ignored = [name for name in engine.namespace if owner == "sglang" or name != "model"]
         if ignored:
+            advice = "leave these out"
+            if owner == "sglang":
+                advice = f"start the server with the flashmoa-sglang plugin, or {advice}"
             raise PluginMissing(
-                f"the scoring route of {engine.url} ignores {', '.join(ignored)}; start the server "
-                "with the flashmoa-sglang plugin, or leave these out"
+                f"the scoring route of {engine.url} ignores {', '.join(ignored)}; {advice}"
             )
         return cls(engine, owner, limit)
 
@@ -97,18 +99,18 @@ class LabelScorer:
         """
         contexts = [context] if items is None else [append_item(context, item) for item in items]
         read = [await self._read(one, candidates, template_args) for one in contexts]
-        heads = [
-            list(dict.fromkeys(tuple(one[:end]) for one in tokens for end in range(len(one))))
-            for _, tokens in read
+        follows = [_labels_after_heads(tokens) for _, tokens in read]
+        prompts = [
+            [*ids, *head] for (ids, _), own in zip(read, follows, strict=True) for head in own
         ]
-        labels = list(dict.fromkeys(token for _, tokens in read for one in tokens for token in one))
-        prompts = [[*ids, *head] for (ids, _), own in zip(read, heads, strict=True) for head in own]
+        labels = [[*after] for own in follows for after in own.values()]
         rows = iter(await self._probabilities(prompts, labels))
-        repeats = len(labels) if self._is_vllm else 1
         scored: list[ItemScores] = []
-        for (ids, tokens), own in zip(read, heads, strict=True):
-            likely = {head: dict(zip(labels, next(rows), strict=True)) for head in own}
-            prompt_tokens = sum(len(ids) + len(head) for head in own) * repeats
+        for (ids, tokens), own in zip(read, follows, strict=True):
+            likely = {head: next(rows) for head in own}
+            # vLLM computes a prompt once for each label.
+            repeats = {head: len(after) if self._is_vllm else 1 for head, after in own.items()}
+            prompt_tokens = sum((len(ids) + len(head)) * repeats[head] for head in own)
             scored.append(
                 ItemScores(
                     logprobs=[
@@ -116,7 +118,7 @@ class LabelScorer:
                         for one in tokens
                     ],
                     candidate_tokens=tokens,
-                    prefills=len(own) * repeats,
+                    prefills=sum(repeats.values()),
                     prompt_tokens=prompt_tokens,
                     computed_tokens=prompt_tokens,
                 )
@@ -171,39 +173,58 @@ class LabelScorer:
         return (await self._engine.ask("POST", "/tokenize", PromptTokens, body)).tokens
 
     async def _probabilities(
-        self, prompts: Sequence[list[int]], labels: Sequence[int]
-    ) -> list[list[float]]:
-        """Return the probability of each label after each prompt, ``[prompts, labels]``."""
+        self, prompts: Sequence[list[int]], labels: Sequence[Sequence[int]]
+    ) -> list[dict[int, float]]:
+        """Return the probability of each of its labels after each prompt."""
         # SGLang's multi-item scoring needs items that are not empty.
         pairs = zip(min(prompts), max(prompts), strict=False)
         shared = next((at for at, (one, other) in enumerate(pairs) if one != other), math.inf)
         shared = int(min(shared, *(len(prompt) - 1 for prompt in prompts)))
-        body: dict[str, Any] = {
-            "query": prompts[0][:shared],
-            "items": [prompt[shared:] for prompt in prompts],
-            "apply_softmax": False,
-        }
+        query, items = prompts[0][:shared], [prompt[shared:] for prompt in prompts]
+        body: dict[str, Any] = {"query": query, "apply_softmax": False}
+        found: list[dict[int, float]] = [{} for _ in prompts]
+        after: dict[int, list[int]] = {}
+        for place, own in enumerate(labels):
+            for label in own:
+                after.setdefault(label, []).append(place)
         if not self._is_vllm:
-            return (await self._ask("/v1/score", _Probabilities, body, list(labels))).scores
+            all_items = {**body, "items": items}
+            answer = await self._ask("/v1/score", _Probabilities, all_items, [*after])
+            return [dict(zip(after, row, strict=True)) for row in answer.scores]
         model = await self._engine.plain.model()
         longest, room = max(map(len, prompts)), await self._engine.context_length(model)
         if room is not None and longest >= room:  # vLLM would cut the prompt without a word.
             text = f"a prompt has {longest} tokens, and the context has room for {room - 1}"
             raise PromptTooLarge(f"{text}; shorten it", 400, "too_large")
-        # An answer has the first label's probability alone.
-        path, named = "/generative_scoring", {**body, "model": model}
-        first, *others = labels
-        # The first request leaves the prompts in the prefix cache for the others.
-        answers = [await self._ask(path, _FirstLabels, named, [first])]
-        ask = partial(self._ask, path, _FirstLabels, named)
-        answers += await all_of([partial(ask, [label]) for label in others])
-        return [list(row) for row in zip(*(answer.in_order() for answer in answers), strict=True)]
+
+        async def ask(label: int) -> None:
+            """Ask for a label after the prompts that it may follow: an answer has one label."""
+            own = {**body, "model": model, "items": [items[place] for place in after[label]]}
+            answer = await self._ask("/generative_scoring", _FirstLabels, own, [label])
+            for place, probability in zip(after[label], answer.in_order(), strict=True):
+                found[place][label] = probability
+
+        first, *others = after
+        await ask(first)  # It leaves the shared part in the prefix cache for the others.
+        await all_of([partial(ask, label) for label in others])
+        return found
 
     async def _ask(
         self, path: str, kind: type[Answer], body: Mapping[str, Any], labels: list[int]
     ) -> Answer:
         async with self._limit:
             return await self._engine.ask("POST", path, kind, {**body, "label_token_ids": labels})
+
+
+def _labels_after_heads(
+    candidates: Sequence[Sequence[int]],
+) -> dict[tuple[int, ...], dict[int, None]]:
+    """Return each beginning of a candidate, with the tokens that follow it in candidates."""
+    found: dict[tuple[int, ...], dict[int, None]] = {}
+    for one in candidates:
+        for end, token in enumerate(one):
+            found.setdefault(tuple(one[:end]), {})[token] = None
+    return found
 
 
 def _log(probability: float) -> float:

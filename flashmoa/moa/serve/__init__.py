@@ -1,1 +1,1 @@
-"""Serve mixtures, staircases and debates as models of the OpenAI API (``flashmoa moa serve``)."""
+"""Serve mixtures, staircases, debates and councils by OpenAI's API (``flashmoa moa serve``)."""

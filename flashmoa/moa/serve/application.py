@@ -32,7 +32,7 @@ from flashmoa.moa.serve.chat_completions import (
     parse_object,
 )
 from flashmoa.moa.serve.responses import Response as ResponseBody
-from flashmoa.moa.serve.responses import read_response_request
+from flashmoa.moa.serve.responses import parse_response_request
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ def application(systems: Sequence[ServedSystem], options: ServeOptions | None = 
     """
     server = _Server(systems, options or ServeOptions())
     routes = [
-        Route("/v1/chat/completions", server, methods=["POST"]),
-        Route("/v1/responses", server, methods=["POST"]),
+        Route("/v1/chat/completions", _Asking(server, is_response=False), methods=["POST"]),
+        Route("/v1/responses", _Asking(server, is_response=True), methods=["POST"]),
         Route("/v1/models", server.list_models),
         Route("/v1/models/{name:path}", server.show_model),
         # These need no API key, as engines' do not.
@@ -182,8 +182,19 @@ class _Question:
         return status, body
 
 
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A route's ASGI application, which answers a question within one call."""
+
+    server: _Server
+    is_response: bool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.server.ask(scope, receive, send, is_response=self.is_response)
+
+
 class _Server:
-    """Answers questions, as an ASGI application, so that each is answered within one call."""
+    """Answers questions of both APIs, and tells what it serves."""
 
     def __init__(self, systems: Sequence[ServedSystem], options: ServeOptions) -> None:
         self._options = options
@@ -201,15 +212,14 @@ class _Server:
             for system in self._systems.values():
                 await system.close()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def ask(self, scope: Scope, receive: Receive, send: Send, *, is_response: bool) -> None:
         """Answer a chat completion, or a request of the Responses API."""
         request, name = Request(scope, receive), ""
         try:
             self._check_key(request)
             body = parse_object(await self._read(request))
             name = self._name_of(body.get("model"))
-            is_response = request.url.path == "/v1/responses"
-            chat = ChatQuestion.parse(read_response_request(body) if is_response else body)
+            chat = (parse_response_request if is_response else ChatQuestion.parse)(body)
             served = self._find(chat.model)
             form = Completion(served.name, chat.includes_usage)
             if is_response:
@@ -301,8 +311,8 @@ class _Server:
         form, heartbeat = question.form, self._options.heartbeat_seconds
         async with sending_events(send, heartbeat) as send_events:
             try:
+                await send_events(form.begin())
                 async with question.answering() as run:
-                    await send_events(form.begin())
                     async for piece in run:
                         question.begin()
                         await send_events(form.add(piece))

@@ -12,9 +12,9 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flashmoa import FlashMoAError
 from flashmoa.engine import PromptUsage
@@ -97,13 +97,12 @@ class ChatQuestion:
         if role not in ("user", "tool"):
             advice = "agents answer a user's or a tool's message, so end the conversation with one"
             refuse(f"the last message has role {role!r}; {advice}", "messages")
-        messages = [message.model_dump(exclude_unset=True) for message in fields.messages]
         if not fields.tools and fields.tool_choice not in (None, "none", "auto"):
             refuse("tool_choice demands a tool, and there are no tools; give tools", "tool_choice")
         passed_on = (*_ACCOUNT_FIELDS, *(_TOOL_FIELDS if fields.tools else ()))
         parameters = {name: given[name] for name in passed_on if name in given}
         return cls(
-            [_read_message(message, place) for place, message in enumerate(messages)],
+            [_read_message(message, place) for place, message in enumerate(given["messages"])],
             fields.model,
             bool(fields.stream),
             bool(options and options.include_usage),
@@ -122,7 +121,33 @@ class _StreamOptions(BaseModel):
 class _OwnOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    show_answers: bool = False
+    show_answers: bool | None = None
+
+
+class _Named(BaseModel):
+    """A function, or a tool of one's own, with the fields that members read."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+    description: str | None = None
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    function: _Named | None = None
+    custom: _Named | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> Self:
+        if self.function is None and self.custom is None:
+            raise ValueError("it names no function; give it a function with a name")
+        return self
+
+
+class _ToolCall(_Tool):
+    id: str | None = None
 
 
 class _Message(BaseModel):
@@ -131,7 +156,8 @@ class _Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
 
 
 class _Body(Sampling):
@@ -140,7 +166,7 @@ class _Body(Sampling):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     flashmoa: _OwnOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -173,7 +199,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
         if isinstance(body, dict):
             return body  # pyright: ignore[reportUnknownVariableType]
         problem = f"it is a JSON {type(body).__name__}"
-    refuse(f"the body is not a chat completion request ({problem}); send an object with messages")
+    refuse(f"the body is not a JSON object ({problem}); send an object with a question")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -190,11 +216,12 @@ def _refuse_invalid(error: ValidationError) -> NoReturn:
         known = (options[name] if len(path) > 1 else _Body).model_fields
         advice = suggest(path[-1], known)
         refuse(f"there is no field {'.'.join(path)!r}: {advice}", name, "unknown_parameter")
-    if problem["type"] == "missing" and name == "messages":
+    if problem["type"] == "missing" and path == ["messages"]:
         refuse("messages is missing; send an object with messages", name)
-    where = ".".join(path[:3])
+    # Further parts of a content's path are its possible types.
+    where = ".".join(path[:3] if path[2:3] == ["content"] else path)
     shown = "" if problem["type"] == "missing" else f" is {_shown(problem['input'])}"
-    refuse(f"{where}{shown}: {problem['msg']}", name)
+    refuse(f"{where}{shown}: {problem['msg'].removeprefix('Value error, ')}", name)
 
 
 def _read_message(message: dict[str, Any], place: int) -> dict[str, Any]:

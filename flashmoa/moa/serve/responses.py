@@ -5,6 +5,7 @@ Nothing is stored, so a request has its whole conversation.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -14,19 +15,47 @@ from typing import Any, cast
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.link.response_items import read_messages
 from flashmoa.moa.results import Result
-from flashmoa.moa.serve.chat_completions import count, refuse
+from flashmoa.moa.serve.chat_completions import (
+    ChatQuestion,
+    ChatRequestRefused,
+    count,
+    refuse,
+)
 
-# Fields with another name in chat completions, or that go into messages.
-_RENAMED = ("input", "instructions", "max_output_tokens", "text", "reasoning", "include")
+# Fields of chat completions that have another name here.
+_RENAMED = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+}
+_STORED = "nothing is stored here; send the whole conversation in input"
 _TRUNCATION = "prompts are never cut; leave it out"
 # Fields that no answer can follow: the values that ask for nothing, and why others are refused.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "background": ((False,), "an answer comes with its request; leave it out"),
     "truncation": (("disabled",), _TRUNCATION),
+    "previous_response_id": ((), _STORED),
+    "conversation": ((), _STORED),
+    "prompt": ((), _STORED),
     "include": (([], ["reasoning.encrypted_content"]), "answers have no such parts; leave it out"),
 }
 # Fields of a request that its answer repeats.
 _REPEATED = ("instructions", "metadata", "temperature", "top_p", "max_output_tokens", "user")
+
+
+def parse_response_request(body: Mapping[str, Any]) -> ChatQuestion:
+    """Read a body. Raises: ChatRequestRefused, which names the field as the body does."""
+    chat = read_response_request(body)
+    try:
+        return ChatQuestion.parse(chat)
+    except ChatRequestRefused as error:
+        if (name := _RENAMED.get(error.param or "")) is None:
+            raise
+        # Items are not counted as messages are.
+        message = re.sub(rf"\b{error.param}\b(\.\d+)?", name, str(error), count=1)
+        refuse(message, name.partition(".")[0], error.code)
 
 
 def read_response_request(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,11 +67,19 @@ def read_response_request(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, (neutral, reason) in _UNSUPPORTED.items():
         if name in given and given.pop(name) not in neutral:
             refuse(f"{name} is {body[name]!r:.80}: {reason}", name, "unsupported_parameter")
+    for name, ours in _RENAMED.items():
+        if name in given:
+            refuse(f"there is no field {name!r}: use {ours}", name, "unknown_parameter")
+    if isinstance(items := given.get("input"), list):
+        given["input"] = [
+            _read_parts(item, place) for place, item in enumerate(cast("list[Any]", items))
+        ]
     try:
-        messages = [_read_message(message) for message in read_messages(given)]
+        messages = _join_system([_read_message(message) for message in read_messages(given)])
     except (NotForecastable, AttributeError, TypeError) as error:
         refuse(f"the input cannot be read: {error}; send the whole conversation as text", "input")
-    chat = {name: value for name, value in given.items() if name not in _RENAMED}
+    ours = ("instructions", *(name.partition(".")[0] for name in _RENAMED.values()))
+    chat = {name: value for name, value in given.items() if name not in ours}
     chat["messages"] = messages
     text, reasoning = _read_object(given, "text"), _read_object(given, "reasoning")
     options = {
@@ -57,6 +94,52 @@ def read_response_request(body: Mapping[str, Any]) -> dict[str, Any]:
     if "tool_choice" in given:
         chat["tool_choice"] = _nest(given["tool_choice"], "function")
     return chat
+
+
+def _read_parts(item: Any, place: int) -> Any:
+    """Return an item whose refusals are texts. Raises: ChatRequestRefused for other parts."""
+    if not isinstance(item, dict):
+        return item
+    given = cast("dict[str, Any]", item)
+    kind = given.get("type") or "message"
+    name = "output" if kind == "function_call_output" else "content"
+    content: Any = given.get(name)
+    if kind not in ("message", "function_call_output") or not isinstance(content, list):
+        return given
+    parts: list[Any] = []
+    for number, part in enumerate(cast("list[Any]", content)):
+        kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text", "refusal"):
+            advice = "agents read each other's texts, so leave the part out"
+            where = f"input.{place}.{name}.{number} has type {kind!r:.80}"
+            refuse(f"{where}: {advice}", "input", "unsupported_content")
+        text = {"type": "output_text", "text": part.get("refusal")}
+        parts.append(text if kind == "refusal" else part)
+    return {**given, name: parts}
+
+
+def _join_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without empty turns of assistants, and with one system message to begin."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        is_thought = message["role"] == "assistant" and message["content"] is None
+        if is_thought and not message.get("tool_calls"):
+            continue  # A turn of nothing but thought, which no agent reads.
+        is_system = message["role"] in ("system", "developer")
+        is_second = len(found) == 1 and found[0]["role"] in ("system", "developer")
+        contents = [one["content"] for one in (*found[:1], message)]
+        if is_system and is_second and all(isinstance(one, str | list) for one in contents):
+            texts = map(_text_of, contents)
+            found[0] = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+        else:
+            found.append(message)
+    return found
+
+
+def _text_of(content: str | list[Any]) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content
 
 
 def _read_object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -77,7 +160,7 @@ def _nest(fields: Any, kind: str) -> Any:
 def _nest_tool(tool: Any) -> Any:
     kind = cast("dict[str, Any]", tool).get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        text = f"a tool has type {kind!r}; agents call functions only, so leave it out"
+        text = f"tools has a tool of type {kind!r}; agents call functions only, so leave it out"
         refuse(text, "tools", "unsupported_parameter")
     return _nest(tool, "function")
 
@@ -90,9 +173,6 @@ def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
         parts = cast("list[Mapping[str, Any]]", content)
         content = [{"type": "text", "text": part.get("text")} for part in parts]
     role = "system" if read.get("role") == "instructions" else read.get("role")
-    # A turn of nothing but thought, which no agent reads.
-    if content is None and role == "assistant" and not read.get("tool_calls"):
-        content = ""
     return {**read, "role": role, "content": content}
 
 
@@ -111,6 +191,7 @@ class Response:
     _message: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     _sent: int = 0
     _text: str = ""
+    _has_message: bool = False
 
     def whole(self, result: Result, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a whole answer. ``record`` is its field ``flashmoa``."""
@@ -136,11 +217,7 @@ class Response:
 
     def add(self, piece: str) -> list[dict[str, Any]]:
         """Return the events of the next piece of the text."""
-        events: list[dict[str, Any]] = []
-        if not self._text:
-            item: dict[str, Any] = {**self._message_item("", "in_progress"), "content": []}
-            events.append(self._event("response.output_item.added", output_index=0, item=item))
-            events.append(self._event("response.content_part.added", part=_part(""), **self._at()))
+        events = [] if self._has_message else self._begin_message()
         self._text += piece
         return [
             *events,
@@ -150,8 +227,10 @@ class Response:
     def end(self, result: Result, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the events after the text: its end, the calls of tools, and the whole answer."""
         events: list[dict[str, Any]] = []
-        if text := self._text:
-            done = "response.output_text.done"
+        if not (self._text or result.tool_calls):
+            events += self._begin_message()
+        if self._has_message:
+            text, done = self._text, "response.output_text.done"
             events.append(self._event(done, text=text, **self._at(), logprobs=[]))
             events.append(self._event("response.content_part.done", part=_part(text), **self._at()))
         whole = self.whole(result, record)
@@ -168,6 +247,14 @@ class Response:
         kind = "server_error" if problem["type"] == "server_error" else "invalid_prompt"
         failed = {**self._body("failed"), "error": {"code": kind, "message": problem["message"]}}
         return [self._event("response.failed", response=failed)]
+
+    def _begin_message(self) -> list[dict[str, Any]]:
+        self._has_message = True
+        item: dict[str, Any] = {**self._message_item("", "in_progress"), "content": []}
+        return [
+            self._event("response.output_item.added", output_index=0, item=item),
+            self._event("response.content_part.added", part=_part(""), **self._at()),
+        ]
 
     def _call_events(self, item: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
         place = {"output_index": index, "item_id": item["id"]}
@@ -195,6 +282,8 @@ class Response:
                     "arguments": function["arguments"],
                 }
             )
+        if result.finish_reason == "length":  # The last item is the one that the limit cut.
+            items[-1]["status"] = "incomplete"
         return items
 
     def _message_item(self, text: str, status: str) -> dict[str, Any]:

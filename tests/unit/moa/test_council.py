@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import AgentAnswer, Council, Model
+from flashmoa.moa.config import read_tables
 from flashmoa.moa.council import count_places
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
@@ -62,6 +63,22 @@ async def test_the_chairman_reads_answers_rankings_and_the_comparison() -> None:
     for text in ("Answer 2:\nIt is 18.", "Ranking 2:\n{", "Comparison:\n{", "It is even."):
         assert text in read
     assert "response_format" not in engine.bodies[-1]
+
+
+async def test_reviewers_do_not_advise_and_answers_have_the_files_heading() -> None:
+    async with scripted_engine(SCRIPTS) as (engine, _):
+        named = [{"engine": engine.url, "model": name} for name in ("a", "b", "chair")]
+        models = [{"models": named[:2]}, {"models": named[2:]}]
+        [served] = read_tables({"kind": "council", "heading": "\n\n[{number}] ", "layers": models})
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        await served.system.answer(QUESTION, {"tools": tools})
+        await served.close()
+    reviews = [body for body in engine.bodies if "response_format" in body]
+    assert len(reviews) == 3
+    assert all("[2] It is 18." in body["messages"][-1]["content"] for body in reviews)
+    advises = ["You advise" in str(body["messages"]) for body in engine.bodies]
+    assert advises == [True, True, False, False, False, False]
+    assert "[2] It is 18." in engine.bodies[-1]["messages"][-1]["content"]
 
 
 async def test_reviews_that_fail_do_not_count() -> None:

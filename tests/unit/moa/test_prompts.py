@@ -48,7 +48,28 @@ def test_a_transcript_has_every_text_and_no_tools(question: Any, *, advises: boo
     else:
         roles = [one["role"] for one in found]
         assert not any(pair == ("user", "user") for pair in pairwise(roles))
+        assert roles[-1] == "user"
     assert ("- f: no description" in found[0]["content"]) == advises
+
+
+def test_a_result_follows_its_own_call_though_ids_repeat() -> None:
+    talk: list[Any] = []
+    for town, degrees in (("Paris", "12 C"), ("Rome", "25 C")):
+        call = {"id": "call_0", "function": {"name": "w", "arguments": town}}
+        talk.append({"role": "user", "content": f"{town}?"})
+        talk.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        talk.append({"role": "tool", "tool_call_id": "call_0", "content": degrees})
+    [found] = transcript(talk, ())
+    results = ["Result of w(Paris):\n12 C", "Result of w(Rome):\n25 C"]
+    assert found["content"] == "\n\n".join(["Paris?", results[0], "Rome?", results[1]])
+
+
+def test_an_empty_user_message_is_kept() -> None:
+    talk = [*CALLS[:1], RESULTS[0], TALK[2], {"role": "user", "content": ""}]
+    assert [one["role"] for one in transcript(talk, ())] == ["user", "assistant", "user"]
+    tools = [{"type": "custom", "custom": {"name": "g"}}]
+    system, last = transcript([CALLS[0], talk[-1]], tools)
+    assert last == talk[-1] and "- g: no description" in system["content"]
 
 
 def test_answers_first_is_the_system_message() -> None:

@@ -69,7 +69,7 @@ def test_any_bytes_are_refused_in_the_same_way(content: bytes) -> None:
     ("content", "problem"),
     [
         (b"{}", "messages is missing; send an object with messages"),
-        (b"[]", "(it is a JSON list); send an object with messages"),
+        (b"[]", "(it is a JSON list); send an object with a question"),
         (b"no", "(JSONDecodeError: Expecting value"),
         (b'{"temperature": NaN}', "NaN is not a number in JSON"),
         (b'{"logit_bias": {"7": 1e999}}', "Out of range float values"),
@@ -116,6 +116,11 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
     assert parse(**neutral, store=False).parameters == {}
 
 
+def test_options_that_are_left_out_leave_the_files() -> None:
+    assert parse(flashmoa={}).shows_answers is None
+    assert parse(flashmoa={"show_answers": False}).shows_answers is False
+
+
 def test_parts_and_developers_are_converted() -> None:
     parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]
     chat = parse(
@@ -136,6 +141,28 @@ def test_calls_of_tools_and_their_results_are_kept() -> None:
     result = {"role": "tool", "tool_call_id": "1", "content": "42"}
     parsed = parse(messages=[*QUESTION, asked, result]).messages
     assert parsed == [*QUESTION, {**asked, "content": ""}, result]
+
+
+NO_NAME = "names no function; give it a function with a name"
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ({"id": "a", "function": {"arguments": "{}"}}, "0.function.name: Field required"),
+        ({"id": "a", "function": "f"}, '0.function is "f"'),
+        ({"id": [], "function": {"name": "f"}}, "0.id is []"),
+        ({"id": "a"}, f'0 is {{"id": "a"}}: it {NO_NAME}'),
+    ],
+)
+def test_malformed_calls_and_tools_are_named(call: dict[str, Any], problem: str) -> None:
+    error = refusal(messages=[{"role": "assistant", "tool_calls": [call]}, *QUESTION])
+    assert error.param == "messages" and f"messages.0.tool_calls.{problem}" in str(error)
+    if call["id"]:
+        error = refusal(tools=[call])
+        assert error.param == "tools" and f"tools.{problem}" in str(error)
+    error = refusal(messages=[{"role": "tool", "tool_call_id": [], "content": "x"}])
+    assert "messages.0.tool_call_id is []" in str(error)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}

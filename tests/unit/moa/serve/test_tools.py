@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flashmoa.moa import EarlyExit, Fallback, Model
+from flashmoa.moa import EarlyExit, Fallback, MixtureFailed, Model
 from tests.unit.moa.embedders import Embedder
 from tests.unit.moa.scripted_engine import mix, scripted_engine
 from tests.unit.moa.serve.served import ask, serving
@@ -92,15 +92,40 @@ async def test_early_exit_skips_advisers_but_not_the_agent_with_the_tools() -> N
 
 
 async def test_no_advice_takes_the_place_of_an_answer_with_tools() -> None:
-    """A call that breaks off is not continued."""
-    last: dict[str, Any] = {"model": "cut", "limits": {"attempts": 2}}
+    last: dict[str, Any] = {"model": "cut", "limits": {"attempts": 1}}
     async with serving(SCRIPTS, [{"model": "first"}], [last]) as (engine, http):
         failed = await post(http)
-        asked = [body["model"] for body in engine.bodies]
         answered = await post(http, tool_choice="none")
     assert failed.status_code == 502, failed.text
-    assert asked.count("cut") == 1
+    advises = ["- read: Reads a file." in str(body["messages"]) for body in engine.bodies]
+    # Without a choice of tools the members answer.
+    assert advises == [True, False, False, False]
     assert answered.json()["choices"][0]["message"]["content"] == "Read a.py."
+
+
+async def test_tools_that_may_not_be_called_leave_a_staircase() -> None:
+    first: dict[str, Any] = {"model": "first", "repeat": 2}
+    async with serving(SCRIPTS, [first], [{"model": "first"}], kind="staircase") as (_, http):
+        answer = await post(http, tool_choice="none")
+    assert answer.json()["flashmoa"]["in_one_request_for"] == []
+
+
+@pytest.mark.parametrize("has_text", [False, True])
+async def test_a_backup_repeats_a_call_that_broke_off_before_any_text(*, has_text: bool) -> None:
+    text = ["I look."] if has_text else []
+    async with (
+        scripted_engine({**SCRIPTS, "m": [*text, *SCRIPTS["cut"]]}) as (_, client),
+        scripted_engine({"m": [("call", "list")]}) as (other, backup),
+    ):
+        mixture = mix(client, ["first"], Model(client, "m", backups=[backup]))
+        if has_text:
+            with pytest.raises(MixtureFailed):
+                await mixture.answer(TRANSCRIPT, {"tools": [TOOL]})
+            assert not other.bodies
+            return
+        result = await mixture.answer(TRANSCRIPT, {"tools": [TOOL]})
+    assert [call["function"]["name"] for call in result.tool_calls] == ["list"]
+    assert len(result.final.retries) == 1 and result.substitution is None
 
 
 async def test_another_agent_calls_the_tool_in_place_of_a_call_that_broke_off() -> None:

@@ -107,13 +107,14 @@ def _read_parts(item: Any, place: int) -> Any:
     if kind not in ("message", "function_call_output") or not isinstance(content, list):
         return given
     parts: list[Any] = []
-    for number, part in enumerate(cast("list[Any]", content)):
-        kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
+    for number, one in enumerate(cast("list[Any]", content)):
+        part = cast("dict[str, Any]", one) if isinstance(one, dict) else {}
+        kind = part.get("type")
         if kind not in ("input_text", "output_text", "text", "refusal"):
             advice = "agents read each other's texts, so leave the part out"
             where = f"input.{place}.{name}.{number} has type {kind!r:.80}"
             refuse(f"{where}: {advice}", "input", "unsupported_content")
-        text = {"type": "output_text", "text": part.get("refusal")}
+        text: dict[str, Any] = {"type": "output_text", "text": part.get("refusal")}
         parts.append(text if kind == "refusal" else part)
     return {**given, name: parts}
 

@@ -74,10 +74,10 @@ demo: $(READY)
 demo-dynamo: .venvs/dynamo/.ready
 	@$(<D)/bin/python examples/dynamo_team.py
 
-# Tests on engines wait more than they compute: three processes keep two cores busy. Unit tests, which
-# are last in this order, even out what the files of the other tests take.
+# Tests on engines wait more than they compute: three processes keep two cores busy.
 define RUN_TESTS
-@$(BIN)/python -m pytest -m '$(1)' --durations=25 -n 3 --dist loadfile --no-loadscope-reorder tests/integration tests/unit
+@$(BIN)/python -m pytest -m '$(1)' --durations=25 -n 3 --dist loadfile --no-loadscope-reorder tests/integration; engines=$$?; \
+$(BIN)/python -m pytest -m '$(1)' -n 2 tests/unit && exit $$engines
 endef
 
 test: $(READY)

@@ -20,7 +20,6 @@ OPTIONAL = {
     "flashmoa.adk": "adk",
     "flashmoa.agent_framework": "agent-framework",
     "flashmoa.autogen": "autogen",
-    "flashmoa.moa": "moa",
     "flashmoa.openai": "openai",
 }
 HANDOFF = """

@@ -17,10 +17,10 @@ from tests.unit.moa.scripted_engine import scripted_engine
 async def test_moa_accuracy_asks_every_way_and_engines_stand_for_missing_ones(
     benches: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def embed(_client: EngineClient, texts: list[str], **_: object) -> list[list[float]]:
-        return [[1.0, 2.0]] * len(texts)
+    async def similarities(_client: EngineClient, texts: list[str]) -> list[list[float]]:
+        return [[1.0] * len(texts)] * len(texts)
 
-    monkeypatch.setattr(EngineClient, "embed", embed)
+    monkeypatch.setattr(EngineClient, "similarities", similarities)
     rows = [
         {"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in (1, 2)
     ]

@@ -45,7 +45,6 @@ def test_every_benchmark_has_a_help_text(name: str, capsys: pytest.CaptureFixtur
         ("handoff --device-slowdown 0.5", "must be at least 1, not 0.5"),
         ("chunk --context 64", "--chunks cannot be larger than --context"),
         ("shared_engine --rows 8:1/2", "'8:1/2' is not COUNT:PROMPT/ANSWER:PROMPT/ANSWER"),
-        ("asyncep --device h200_sxm", "--device knows no time of copying experts"),
         ("moa_latency --ways tree shrub", "invalid choice: 'shrub'"),
         ("staircases --proposers 1 3", "a debate needs at least two --proposers"),
         ("moa_accuracy test.jsonl", "this needs real models"),

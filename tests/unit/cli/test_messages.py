@@ -40,7 +40,6 @@ def error_without(package: str, script: str) -> str:
         ("flashmoa.openai", "openai", "OpenAI's client", "openai"),
         ("flashmoa.adk", "openai", "Google's ADK", "adk"),
         ("flashmoa.agent_framework", "agent_framework", "Agent Framework", "agent-framework"),
-        ("flashmoa.moa", "numpy", "numpy", "moa"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(

@@ -1,6 +1,6 @@
 # make setup   set everything up, and fetch the demo's model
 # make demo    set everything up and run the chain of agents on two CPU engines
-# make test    set everything up and pass the tests (about ten minutes)
+# make test    set everything up and pass the tests
 # make test-ci     these and the slow ones; what continuous integration runs
 # make nightly     everything: all tests, three times ten thousand calls, fifty random programs of
 #                  each framework, and the next three (about three hours, and more environments)

@@ -17,7 +17,7 @@ from google.genai import types
 from flashmoa.adk import FlashMoALlm, LinkPlugin
 from flashmoa.observe import Listener
 from flashmoa.openai import AsyncOpenAI
-from tests.coverage.answers import LOOK, Script, call
+from tests.coverage.answers import LOOK, Script, ask_experts, call
 from tests.coverage.measure import Program, instructions, learned, look, task
 
 # Makes an agent, given its name.
@@ -72,11 +72,6 @@ def hand_off(tools: bool) -> Script:
     })  # fmt: skip
 
 
-def ask_experts(_: bool) -> Script:
-    asked = [call("one", request="Find a lake."), call("two", request="Find a hill.")]
-    return Script({"boss": asked})
-
-
 async def read(runner: InMemoryRunner) -> list[str]:
     session = await runner.session_service.create_session(app_name="grid", user_id="me")
     message = types.Content(role="user", parts=[types.Part(text=task())])
@@ -114,7 +109,7 @@ BUILDS: dict[str, tuple[Callable[[Make], Any], Callable[[bool], Script]]] = {
     "SequentialAgent": (sequential, lambda _: Script()),
     "ParallelAgent, then a reader": (parallel, lambda _: Script()),
     "LoopAgent": (loop, lambda _: Script()),
-    "AgentTool": (agent_tool, ask_experts),
+    "AgentTool": (agent_tool, lambda _: ask_experts("one", "two", argument="request")),
 }
 PROGRAMS = [
     Program(name, tools, partial(play, build, tools), partial(script, tools), adapter=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import agents
 from agents import Agent, Runner, function_tool
 
 from flashmoa.openai import AsyncOpenAI
-from tests.coverage.answers import LOOK, Script, call
-from tests.coverage.measure import instructions, learned, look, task
+from tests.coverage.answers import LOOK, Script, ask_experts, call
+from tests.coverage.measure import instructions, look, task, team_programs
 
 agents.set_tracing_disabled(True)
 
@@ -86,29 +85,12 @@ def hand_off(tools: bool) -> Script:
     })  # fmt: skip
 
 
-def ask_experts(_: bool) -> Script:
-    asked = [call("ask_one", input="Find a lake."), call("ask_two", input="Find a hill.")]
-    return Script({"boss": asked})
-
-
-def program(composition: str, tools: bool, work: Any, script: Any = lambda _: Script()) -> Any:
-    async def play(url: str) -> list[str]:
-        team = Team(url, tools)
-        async with team.client:
-            return await work(team)
-
-    return learned(composition, tools, play, make_script=partial(script, tools))
-
-
-PROGRAMS = [
-    program(name, tools, *rest)
-    for name, *rest in [
-        ("agents called by code", chain),
-        ("agents called by code, at once", fan),
-        ("run_streamed", streamed),
-        ("to_input_list", conversation),
-        ("handoffs", handoffs, hand_off),
-        ("Agent.as_tool", as_tools, ask_experts),
-    ]
-    for tools in (False, True)
-]
+PROGRAMS = team_programs(
+    Team,
+    ("agents called by code", chain),
+    ("agents called by code, at once", fan),
+    ("run_streamed", streamed),
+    ("to_input_list", conversation),
+    ("handoffs", handoffs, hand_off),
+    ("Agent.as_tool", as_tools, lambda _: ask_experts("ask_one", "ask_two", argument="input")),
+)

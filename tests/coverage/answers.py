@@ -62,6 +62,13 @@ class Script:
             return LOOK if "look" in tools and not is_after_tools else None
 
 
+def ask_experts(*names: str, argument: str = "task") -> Script:
+    """Return the answers of a run whose boss calls two agents as tools."""
+    tasks = ("Find a lake.", "Find a hill.")
+    calls = [call(name, **{argument: task}) for name, task in zip(names, tasks, strict=True)]
+    return Script({"boss": calls})
+
+
 def messages_of(body: Body) -> list[dict[str, Any]]:
     return list(body["messages"])
 

@@ -14,7 +14,7 @@ from langgraph.prebuilt import InjectedState, create_react_agent
 from langgraph.types import Command, Send
 
 from flashmoa.openai import instrument
-from tests.coverage.answers import LOOK, Script, call
+from tests.coverage.answers import LOOK, Script, ask_experts, call
 from tests.coverage.measure import instructions, learned, look, task
 
 
@@ -175,11 +175,6 @@ def hand_off(tools: bool) -> Script:
     })  # fmt: skip
 
 
-def ask_experts() -> Script:
-    asked = [call("ask_one", task="Find a lake."), call("ask_two", task="Find a hill.")]
-    return Script({"boss": asked})
-
-
 PROGRAMS = [
     learned(name, tools, partial(play, tools=tools), make_script=partial(script, tools))
     for name, play, script in [
@@ -189,7 +184,11 @@ PROGRAMS = [
         ("StateGraph, Send", mapped, lambda _: Script()),
         ("graph in a graph", subgraph, lambda _: Script()),
         ("handoffs by Command", handoffs, hand_off),
-        ("agents as tools of create_react_agent", supervisor, lambda _: ask_experts()),
+        (
+            "agents as tools of create_react_agent",
+            supervisor,
+            lambda _: ask_experts("ask_one", "ask_two"),
+        ),
     ]
     for tools in (False, True)
 ]

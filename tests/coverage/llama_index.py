@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent
 from llama_index.llms.openai_like import OpenAILike
 
 from flashmoa.openai import AsyncOpenAI
-from tests.coverage.answers import LOOK, Script, call
-from tests.coverage.measure import instructions, learned, look, task
+from tests.coverage.answers import LOOK, Script, ask_experts, call
+from tests.coverage.measure import instructions, look, task, team_programs
 
 
 class Team:
@@ -69,26 +68,9 @@ def hand_off(tools: bool) -> Script:
     })  # fmt: skip
 
 
-def ask_experts(_: bool) -> Script:
-    asked = [call("ask_one", task="Find a lake."), call("ask_two", task="Find a hill.")]
-    return Script({"boss": asked})
-
-
-def program(composition: str, tools: bool, work: Any, script: Any = lambda _: Script()) -> Any:
-    async def play(url: str) -> list[str]:
-        team = Team(url, tools)
-        async with team.client:
-            return await work(team)
-
-    return learned(composition, tools, play, make_script=partial(script, tools))
-
-
-PROGRAMS = [
-    program(name, tools, *rest)
-    for name, *rest in [
-        ("agents called by code", chain),
-        ("AgentWorkflow, handoffs", handoffs, hand_off),
-        ("agents as tools", as_tools, ask_experts),
-    ]
-    for tools in (False, True)
-]
+PROGRAMS = team_programs(
+    Team,
+    ("agents called by code", chain),
+    ("AgentWorkflow, handoffs", handoffs, hand_off),
+    ("agents as tools", as_tools, lambda _: ask_experts("ask_one", "ask_two")),
+)

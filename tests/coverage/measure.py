@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,28 @@ def learned(composition: str, tools: bool, play: Callable[[str], Any], **more: A
             return await play(url)
 
     return Program(composition, tools, play_once, **more)
+
+
+def team_programs(team: Callable[[str, bool], Any], *rows: tuple[Any, ...]) -> list[Program]:
+    """Make programs of agents that share a client, each without and with tools.
+
+    Args:
+        team: makes the agents, given the engine's URL and whether they have tools. The program
+            closes the team's ``client``.
+        rows: composition, a coroutine function of the team, and optionally a function that makes
+            the answers, given whether there are tools.
+    """
+
+    def program(tools: bool, composition: str, work: Any, script: Any = None) -> Program:
+        async def play(url: str) -> Sequence[str]:
+            made = team(url, tools)
+            async with made.client:
+                return await work(made)
+
+        make_script = Script if script is None else partial(script, tools)
+        return learned(composition, tools, play, make_script=make_script)
+
+    return [program(tools, *row) for row in rows for tools in (False, True)]
 
 
 @dataclass

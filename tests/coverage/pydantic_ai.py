@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 from pydantic_ai import Agent, RunContext
@@ -11,8 +10,8 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from flashmoa.openai import AsyncOpenAI
-from tests.coverage.answers import Script, call
-from tests.coverage.measure import instructions, learned, look, task
+from tests.coverage.answers import Script, ask_experts, call
+from tests.coverage.measure import instructions, look, task, team_programs
 
 
 class Team:
@@ -82,28 +81,11 @@ def hand_over(tools: bool) -> Script:
     return Script({"one": [*looked, call("final_result_hand_over", task="Find a lake.")]})
 
 
-def ask_experts(_: bool) -> Script:
-    asked = [call("ask_one", task="Find a lake."), call("ask_two", task="Find a hill.")]
-    return Script({"boss": asked})
-
-
-def program(composition: str, tools: bool, work: Any, script: Any = lambda _: Script()) -> Any:
-    async def play(url: str) -> list[str]:
-        team = Team(url, tools)
-        async with team.client:
-            return await work(team)
-
-    return learned(composition, tools, play, make_script=partial(script, tools))
-
-
-PROGRAMS = [
-    program(name, tools, *rest)
-    for name, *rest in [
-        ("agents called by code", chain),
-        ("agents called by code, at once", fan),
-        ("message_history", history),
-        ("delegation by a tool", delegation, ask_experts),
-        ("output function", output_function, hand_over),
-    ]
-    for tools in (False, True)
-]
+PROGRAMS = team_programs(
+    Team,
+    ("agents called by code", chain),
+    ("agents called by code, at once", fan),
+    ("message_history", history),
+    ("delegation by a tool", delegation, lambda _: ask_experts("ask_one", "ask_two")),
+    ("output function", output_function, hand_over),
+)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
+_COMPARED_WITHIN_S = 60
 # --preferred-sampling-params may have a grammar, which is not for requests that generate nothing.
 NO_GRAMMAR = dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
 
@@ -344,9 +345,15 @@ class Engine:
                 (answers,) = [cast("list[dict[str, Any]]", output) async for output in outputs]
             with self._query() as (query, received):
                 RELEASE.to_scheduler(self._manager, CompareTexts(query, rids))
-                found: Similarities = await received.get()
-        except BaseException:
+                # The texts are computed, so this takes at most another request's forward.
+                found: Similarities = await asyncio.wait_for(received.get(), _COMPARED_WITHIN_S)
+        except BaseException as error:
             RELEASE.to_scheduler(self._manager, CompareTexts(None, rids))
+            if isinstance(error, TimeoutError):
+                raise EngineFailed(
+                    f"The scheduler did not compare the texts within {_COMPARED_WITHIN_S} s; see "
+                    "the engine's log."
+                ) from error
             raise
         lengths = tuple(answer["meta_info"]["prompt_tokens"] for answer in answers)
         return found if found.tokens == lengths else replace(found, rows=[])

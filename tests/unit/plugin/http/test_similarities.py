@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,13 @@ import anyio
 import httpx
 import pytest
 from fastapi import FastAPI
+from flashmoa_sglang.http import engine as engine_module
 from flashmoa_sglang.http.bodies import PromptReader
+from flashmoa_sglang.http.engine import Engine
+from flashmoa_sglang.http.errors import EngineFailed
 from flashmoa_sglang.http.similarities import SimilarityApi
-from flashmoa_sglang.messages import Similarities
+from flashmoa_sglang.http.stream import Terms
+from flashmoa_sglang.messages import CompareTexts, Similarities
 
 
 class FakeEngine:
@@ -75,3 +81,28 @@ async def test_refused_texts(
     [answer] = await post(FakeEngine(**different), {"texts": texts})
     assert answer.status_code == status
     assert problem in answer.json()["error"]["message"]
+
+
+async def test_a_scheduler_that_does_not_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[CompareTexts] = []
+
+    async def generate(request: Any, _: Any) -> AsyncGenerator[list[dict[str, Any]]]:
+        yield [{"meta_info": {"prompt_tokens": 3}} for _ in request.rid]
+
+    manager = SimpleNamespace(
+        tokenizer=None,
+        _result_dispatcher=SimpleNamespace(_mapping={}),
+        auto_create_handle_loop=lambda: None,
+        generate_request=generate,
+    )
+    requests = SimpleNamespace(EmbeddingReqInput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", requests)
+    release = SimpleNamespace(to_scheduler=lambda _, message: sent.append(message))
+    monkeypatch.setattr(engine_module, "RELEASE", release)
+    monkeypatch.setattr(engine_module, "_COMPARED_WITHIN_S", 0.01)
+    with pytest.raises(EngineFailed, match=r"did not compare the texts within 0\.01 s"):
+        await Engine(manager).compare(["a", "b"], Terms(), None)
+    # The scheduler forgets the texts.
+    assert [message.query is None for message in sent] == [False, True]

@@ -12,9 +12,11 @@ from typing import Any
 
 from flashmoa_sglang.sglang import torchvision_ops
 
+from flashmoa_cpu.whole_folder import whole_folder
+
 
 def convert(file: Path, out: Path) -> None:
-    """Write the folder ``out`` completely or not at all."""
+    """Write the folder ``out``, unless another process makes it meanwhile."""
     torchvision_ops.allow_mismatched_build()
     import torch
     import transformers
@@ -24,15 +26,15 @@ def convert(file: Path, out: Path) -> None:
     # From 5.19 on, weights stay packed otherwise, and such a model cannot be saved.
     if (config := getattr(transformers, "GgufConfig", None)) is not None:
         settings["quantization_config"] = config(dequantize=True)
-    scratch = out.with_name(out.name + ".partial")
     # transformers' types are incomplete.
     parts: list[tuple[Any, dict[str, Any]]] = [
         (AutoTokenizer, {}),
         (AutoModelForCausalLM, settings),
     ]
-    for part, arguments in parts:
-        part.from_pretrained(file.parent, gguf_file=file.name, **arguments).save_pretrained(scratch)
-    scratch.rename(out)
+    with whole_folder(out) as folder:
+        for part, arguments in parts:
+            made = part.from_pretrained(file.parent, gguf_file=file.name, **arguments)
+            made.save_pretrained(folder)
 
 
 if __name__ == "__main__":

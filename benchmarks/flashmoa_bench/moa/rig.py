@@ -15,7 +15,6 @@ import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 from typing import Any, Literal
 
 import anyio
@@ -29,6 +28,7 @@ from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import RESUME, Option, positive
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report
+from flashmoa_bench.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
 from flashmoa_bench.recorded import SIZES, RecordedQuestion, load_recorded
 from flashmoa_bench.workflows.agents import GUIDE, PAPER
 
@@ -193,19 +193,23 @@ class ReplayedEmbedder:
 Seconds = Callable[[int], float]
 
 
-def prefill_seconds(
+def forward_seconds(
     gpu_name: str, model: str, tensor_parallel: int = 1, weights: str = "bfloat16"
-) -> Seconds:
-    """Return a modelled GPU's time for a prefill, by its tokens.
+) -> Callable[[Forward], float]:
+    """Return a modelled GPU's time for a forward.
 
     Raises: EngineError if there are no times for this GPU and model.
     """
     try:
-        gpu: Any = import_module("flashmoa_bench.modelled_gpu.gpu")
-        times = gpu.MeasuredTables(gpu_name, model, tensor_parallel, weights)
+        return MeasuredTables(gpu_name, model, tensor_parallel, weights).seconds
     except (ImportError, ValueError) as error:
         raise EngineError(f"no times of {model} on {gpu_name}: {error}") from error
-    return lambda tokens: times.seconds(gpu.Forward(gpu.Prefills.of([(0, tokens)])))
+
+
+def prefill_seconds(*where: Any) -> Seconds:
+    """Return a modelled GPU's time for a prefill, by its tokens; see :func:`forward_seconds`."""
+    seconds = forward_seconds(*where)
+    return lambda tokens: seconds(Forward(Prefills.of([(0, tokens)])))
 
 
 Serving = Literal["single", "pd", "dp", "dp-mixed"]

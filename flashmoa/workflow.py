@@ -23,7 +23,7 @@ from flashmoa.engine.client import request_headers
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
 from flashmoa.link.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
-from flashmoa.link.limits import MAX_CALLS_AT_ONCE, Recent
+from flashmoa.link.limits import MAX_CALLS_AT_ONCE, MAX_REMEMBERED, Recent
 from flashmoa.link.options import LinkOptions, LinkSettings, Session
 from flashmoa.link.pending_request import PendingRequest
 from flashmoa.link.reasons import NO_LINKS
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 # of OpenAI's client outside of a request's body.
 _OWN = frozenset({"messages", "stream", "stream_options"})
 _OTHERS = _OWN | {"functions", "function_call", "extra_headers", "extra_query", "timeout"}
-# Most texts to keep for the marks in strings.
-MAX_MARKED_TEXTS = 4096
 
 Messages = Sequence[Mapping[str, Any]]
 Pending = PendingRequest
@@ -132,7 +130,7 @@ class Workflow(Reported):
         # The texts in use, by mark and by name. A request keeps its answer until it is complete.
         self._texts: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
         self._named: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
-        self._marked: deque[StreamedText] = deque(maxlen=MAX_MARKED_TEXTS)
+        self._marked: deque[StreamedText] = deque(maxlen=MAX_REMEMBERED)
         self._numbers = Recent[str, int]()  # The last number that each name got.
         # By name, the last answer whose request is in the name's session.
         self._in_session: WeakValueDictionary[str, Answer] = WeakValueDictionary()

@@ -9,8 +9,8 @@ Value = TypeVar("Value")
 
 # Most prompt streams of an engine: more calls cannot be linked at once.
 MAX_CALLS_AT_ONCE = 256
-# Most names, kinds of messages and the like to remember. Nothing limits their number.
-MAX_REMEMBERED = 16_384
+# Most texts, names, kinds of messages and the like to remember. Nothing limits their number.
+MAX_REMEMBERED = 4096
 
 
 class Recent(dict[Key, Value]):

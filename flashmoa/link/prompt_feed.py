@@ -51,8 +51,8 @@ OPEN_TIMEOUT_SECONDS = 10.0
 RELEASE_TIMEOUT_SECONDS = 0.3
 # A link is to have a stream on another worker within 2 s.
 WORKER_TIMEOUT_SECONDS = 1.5
-# An estimate until a step has counted a prompt's tokens.
-_CHARACTERS_PER_TOKEN = 4.0
+# The assumed length of a token, until an engine has counted tokens.
+CHARACTERS_PER_TOKEN = 4
 # Messages that were logged for all to see, by the engine's URL and the kind of message.
 _logged: set[tuple[str, str]] = set()
 
@@ -445,7 +445,7 @@ class PlainFeed(Feed):
         if (right := self._prompt.take_back()) is not None and self._sent_characters:
             self._sent_tokens = self._sent_tokens * right // self._sent_characters
             self._sent_characters = right
-        per_token = _CHARACTERS_PER_TOKEN
+        per_token = float(CHARACTERS_PER_TOKEN)
         if self._sent_tokens:
             per_token = self._sent_characters / self._sent_tokens
         new = len(self._prompt.stable(self._sent_characters)) / per_token
@@ -468,7 +468,7 @@ class PlainFeed(Feed):
             self._report()
         usage, seconds = await self._server.prefill(text, self._namespace)
         self._measure(usage, seconds)
-        self._sent_tokens = usage.prompt_tokens or round(len(text) / _CHARACTERS_PER_TOKEN)
+        self._sent_tokens = usage.prompt_tokens or round(len(text) / CHARACTERS_PER_TOKEN)
         self._sent_characters = len(text)
         self._steps += 1
         self._report()

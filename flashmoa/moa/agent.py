@@ -22,12 +22,13 @@ from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fiel
 from flashmoa.engine.generation import add_tool_calls
 from flashmoa.engine.wire import Delta
 from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
+from flashmoa.link.prompt_feed import CHARACTERS_PER_TOKEN
 from flashmoa.link.streamed_text import find_marks
 from flashmoa.moa.early_exit import confidence
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import GrowingPrompt, Message, Messages, add_role
 from flashmoa.moa.results import AgentAnswer, StaircaseRound, describe
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Limits, has_grammar, token_limit
+from flashmoa.moa.settings import Limits, has_grammar, token_limit
 from flashmoa.workflow import Pending
 
 

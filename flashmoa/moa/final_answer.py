@@ -12,11 +12,11 @@ import anyio
 
 from flashmoa import Text, UpstreamCancelled
 from flashmoa.errors import BadAnswer, RequestRefused
+from flashmoa.link.prompt_feed import CHARACTERS_PER_TOKEN
 from flashmoa.moa.agent import Agent
 from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, describe
 from flashmoa.moa.settings import (
-    CHARACTERS_PER_TOKEN,
     can_be_refused,
     has_grammar,
     may_call_tools,

@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated
 
 Order = Literal["contiguous", "prefix-cached"]
-# The assumed length of a token in estimates of costs, where no engine has counted.
-CHARACTERS_PER_TOKEN = 4
 # Asks an engine to count tokens while it writes: each event of a stream has the usage so far.
 RUNNING_USAGE = {"stream_options": {"continuous_usage_stats": True}}
 # Makes unknown arguments of a pydantic dataclass errors.

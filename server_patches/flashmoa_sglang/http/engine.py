@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
-_COMPARED_WITHIN_S = 60
 # --preferred-sampling-params may have a grammar, which is not for requests that generate nothing.
 NO_GRAMMAR = dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
 
@@ -323,10 +322,14 @@ class Engine:
                         reports.append(await received.get())
         return sorted(reports, key=lambda report: report.dp_rank)
 
-    async def compare(self, texts: list[str], terms: Terms, http_request: Any) -> Similarities:
+    async def compare(
+        self, texts: list[str], terms: Terms, http_request: Any, within: float = 60
+    ) -> Similarities:
         """Return the similarities of texts' token states, on an embedding engine with one rank.
 
         There are no similarities if the states of some tokens are missing.
+
+        Args: within: the longest wait, in seconds, for the scheduler after the texts' prefill.
 
         Raises: as :meth:`run`.
         """
@@ -346,12 +349,12 @@ class Engine:
             with self._query() as (query, received):
                 RELEASE.to_scheduler(self._manager, CompareTexts(query, rids))
                 # The texts are computed, so this takes at most another request's forward.
-                found: Similarities = await asyncio.wait_for(received.get(), _COMPARED_WITHIN_S)
+                found: Similarities = await asyncio.wait_for(received.get(), within)
         except BaseException as error:
             RELEASE.to_scheduler(self._manager, CompareTexts(None, rids))
             if isinstance(error, TimeoutError):
                 raise EngineFailed(
-                    f"The scheduler did not compare the texts within {_COMPARED_WITHIN_S} s; see "
+                    f"The scheduler did not compare the texts within {within} s; see "
                     "the engine's log."
                 ) from error
             raise

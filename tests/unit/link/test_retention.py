@@ -18,7 +18,7 @@ from tests.retention import few_or_many, kept_by
 from tests.unit.openai.fake_server import TEXT, URL, FakeServer, serve
 from tests.waiting import until
 
-LIMITS = ["workflow.MAX_MARKED_TEXTS", "workflow.MAX_CALLS_AT_ONCE", "link.limits.MAX_REMEMBERED",
+LIMITS = ["workflow.MAX_REMEMBERED", "workflow.MAX_CALLS_AT_ONCE", "link.limits.MAX_REMEMBERED",
           "observe.report._MAX_EVENTS"]  # fmt: skip
 
 

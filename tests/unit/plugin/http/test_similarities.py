@@ -101,8 +101,7 @@ async def test_a_scheduler_that_does_not_answer_is_an_error(
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", requests)
     release = SimpleNamespace(to_scheduler=lambda _, message: sent.append(message))
     monkeypatch.setattr(engine_module, "RELEASE", release)
-    monkeypatch.setattr(engine_module, "_COMPARED_WITHIN_S", 0.01)
     with pytest.raises(EngineFailed, match=r"did not compare the texts within 0\.01 s"):
-        await Engine(manager).compare(["a", "b"], Terms(), None)
+        await Engine(manager).compare(["a", "b"], Terms(), None, within=0.01)
     # The scheduler forgets the texts.
     assert [message.query is None for message in sent] == [False, True]

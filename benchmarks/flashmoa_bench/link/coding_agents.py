@@ -38,7 +38,7 @@ _TOOL: Any = {
 }
 # Tokens that the chat template and the call add to the words of a first prompt, an answer and a
 # result with the benchmark's own models. The agents' final numbers of tokens check them.
-_AROUND = RecordedTurn(prompt=240, answer=12, result=81, gap=0)
+AROUND = RecordedTurn(prompt=240, answer=12, result=81, gap=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ async def play(
     def write(tokens: int) -> str:
         return " ".join(dice.choices(words, k=max(1, tokens)))
 
-    messages: list[Any] = [{"role": "user", "content": write(turns[0].prompt - _AROUND.prompt)}]
+    messages: list[Any] = [{"role": "user", "content": write(turns[0].prompt - AROUND.prompt)}]
     returns: list[Return] = []
     before = 0
     for turn in turns:
@@ -87,7 +87,7 @@ async def play(
             returns.append(Return(first - asked, before, cached or 0))
         before = usage.prompt_tokens + usage.completion_tokens
         await clock.sleep(turn.gap)
-        result = write(turn.result - _AROUND.result)
+        result = write(turn.result - AROUND.result)
         call_id = message["tool_calls"][0]["id"]
         messages += [message, {"role": "tool", "tool_call_id": call_id, "content": result}]
     return returns, before
@@ -102,12 +102,10 @@ async def _ask(
     answer: Any = await create(
         model="default",
         messages=messages,
-        tools=[_TOOL],
-        temperature=0,
-        max_tokens=tokens + 60,
+        max_tokens=longest_answer(tokens),
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"regex": _words(max(1, tokens - _AROUND.answer)) + re.escape(_CALL)},
+        extra_body=calling_a_tool(tokens),
     )
     first, content = 0.0, ""
     usage: Any = None
@@ -124,6 +122,17 @@ async def _ask(
     function = {"name": call["name"], "arguments": call["arguments"]}
     calls: list[Any] = [{"id": call["id"], "type": "function", "function": function}]
     return first, {"role": "assistant", "content": content, "tool_calls": calls}, usage
+
+
+def longest_answer(tokens: int) -> int:
+    """Return a limit that does not cut an answer of about that many tokens."""
+    return tokens + 60
+
+
+def calling_a_tool(tokens: int) -> dict[str, Any]:
+    """Return fields of a request whose answer has about that many tokens and calls a tool."""
+    pattern = _words(max(1, tokens - AROUND.answer)) + re.escape(_CALL)
+    return {"tools": [_TOOL], "temperature": 0, "regex": pattern}
 
 
 def _words(count: int) -> str:
@@ -152,6 +161,14 @@ def openai_client(engine: EngineClient) -> openai.AsyncOpenAI:
     )
 
 
+# Options that choose the agents.
+AGENTS_OPTIONS = (
+    Option("--agents", positive, 12, "agents at once, of 24 recorded agents"),
+    Option("--turns", positive, 40, "largest number of turns of each"),
+    Option("--scale", positive_float, 4.0, "divides all lengths and the time of tools"),
+)
+
+
 def chosen_agents(options: argparse.Namespace) -> list[list[RecordedTurn]]:
     """Return a command line's agents, evenly from short to long ones, with scaled turns."""
     agents, scale = load_agents(), options.scale
@@ -160,9 +177,9 @@ def chosen_agents(options: argparse.Namespace) -> list[list[RecordedTurn]]:
     return [
         [
             RecordedTurn(
-                max(_AROUND.prompt + 1, round(turn.prompt / scale)),
-                max(_AROUND.answer + 1, round(turn.answer / scale)),
-                max(_AROUND.result + 1, round(turn.result / scale)),
+                max(AROUND.prompt + 1, round(turn.prompt / scale)),
+                max(AROUND.answer + 1, round(turn.answer / scale)),
+                max(AROUND.result + 1, round(turn.result / scale)),
                 turn.gap / scale,
             )
             for turn in agents[place][: options.turns]
@@ -283,9 +300,7 @@ main = command(
     __doc__,
     _measure,
     ROLES,
-    Option("--agents", positive, 12, "agents at once, of 24 recorded agents"),
-    Option("--turns", positive, 40, "largest number of turns of each"),
-    Option("--scale", positive_float, 4.0, "divides all lengths and the time of tools"),
+    *AGENTS_OPTIONS,
     Option("--pool", positive_float, 0.5, "KV pool over the agents' final tokens"),
     Option("--roomy", bool, about="also with a pool for all agents"),
     defaults={"repeats": 1},

@@ -1,8 +1,10 @@
-"""Write recorded coding agents as a trace that SGLang's own benchmark replays.
+"""Write recorded coding agents as a trace that others' benchmarks replay.
 
 ``python -m flashmoa_bench.recorded.trace TOKENIZER_FOLDER FILE`` writes a file for ``--dataset-name
 agentic-trace`` of ``sglang.benchmark.serving``: first prompts and tools' results, in random
-words, with the recorded lengths. The engine writes the answers.
+words, with the recorded lengths. The engine writes the answers. With ``--aiperf``, the file is for
+``--custom-dataset-type multi_turn`` of NVIDIA's AIPerf, and has the tools' times, too: the engine
+writes answers of the recorded lengths, each of which calls a tool.
 """
 
 from __future__ import annotations
@@ -12,10 +14,18 @@ import random
 import re
 from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from flashmoa_bench.link.coding_agents import (
+    AGENTS_OPTIONS,
+    AROUND,
+    calling_a_tool,
+    chosen_agents,
+    longest_answer,
+)
 from flashmoa_bench.recorded import RecordedTurn, load_agents
 
 # A word with the space before it, as byte-level and SentencePiece vocabularies spell it.
@@ -34,6 +44,29 @@ def conversation(
     ]
 
 
+def session(
+    name: str, turns: Sequence[RecordedTurn], words: Sequence[str], dice: random.Random
+) -> dict[str, Any]:
+    """Return an agent as a line of AIPerf's file; see :func:`conversation`."""
+    first, *others = turns
+    # The chat template adds the other tokens.
+    first = replace(first, prompt=first.prompt - AROUND.prompt)
+    shorter = [replace(turn, result=turn.result - AROUND.result) for turn in (first, *others)]
+    delays = [0.0, *(turn.gap * 1000 for turn in turns)]
+    rows = [
+        {
+            "text": added["messages"][0]["content"],
+            "delay": delay,
+            "output_length": longest_answer(turn.answer),
+            "extra": calling_a_tool(turn.answer),
+        }
+        for turn, added, delay in zip(
+            shorter, conversation(shorter, words, dice), delays, strict=False
+        )
+    ]
+    return {"session_id": name, "turns": rows}
+
+
 def single_tokens(vocabulary: Iterable[str]) -> list[str]:
     """Return the words that are one token each after a space."""
     return sorted(match[1] for token in vocabulary if (match := _WORD.fullmatch(token)))
@@ -46,13 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, prog="flashmoa_bench.recorded.trace")
     parser.add_argument("tokenizer", type=Path, help="folder with a tokenizer.json")
     parser.add_argument("file", type=Path, help="the trace to write")
-    parser.add_argument("--agents", type=int, default=96, help="24 are recorded, and repeated")
+    parser.add_argument("--aiperf", action="store_true", help="write a file for AIPerf")
+    for option in AGENTS_OPTIONS:
+        option.add_to(parser)
+    parser.set_defaults(agents=24)
     options = parser.parse_args(arguments)
     tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
     words = single_tokens(tokenizer.get_vocab())
     dice = random.Random(0)
-    agents = islice(cycle(load_agents()), options.agents)
-    conversations = [conversation(turns, words, dice) for turns in agents]
+    if options.aiperf:
+        agents = enumerate(chosen_agents(options))
+        lines = [session(f"agent-{number}", turns, words, dice) for number, turns in agents]
+        options.file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return
+    recorded = islice(cycle(load_agents()), options.agents)
+    conversations = [conversation(turns, words, dice) for turns in recorded]
     options.file.write_text(json.dumps({"conversations": conversations}))
 
 

@@ -129,3 +129,20 @@ def test_a_trace_adds_the_recorded_tokens(model: Path, tmp_path: Path) -> None:
         lengths = [len(tokenizer.encode(text).ids) for text in texts]
         # The first word has no space before it.
         assert lengths == pytest.approx(added, abs=4)
+
+
+def test_agents_for_aiperf_wait_for_their_tools(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "agents.jsonl"
+    trace.main([str(model), str(file), "--aiperf", "--agents", "3", "--turns", "4", "--scale", "2"])
+    sessions = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({each["session_id"] for each in sessions}) == 3
+    for each in sessions:
+        [recorded] = [
+            agent for agent in load_agents()
+            if [turn["delay"] for turn in each["turns"]]
+            == [0.0, *(turn.gap * 1000 / 2 for turn in agent[:4])][: len(each["turns"])]
+        ]  # fmt: skip
+        answers = [round(turn.answer / 2) for turn in recorded[:4]]
+        # With the call of its tool, an answer is a few tokens longer than its words.
+        words = [int(turn["extra"]["regex"].split("{")[-1].split("}")[0]) for turn in each["turns"]]
+        assert words == [max(1, answer - 12) for answer in answers]

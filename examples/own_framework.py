@@ -1,4 +1,4 @@
-"""Link a framework of one's own: a toy framework of 40 lines, and its whole adapter.
+"""Link your own framework: a toy framework of 40 lines, and its whole adapter.
 
 python examples/own_framework.py [--engine http://HOST:30000 --model NAME]
 """
@@ -35,7 +35,7 @@ class Speaker:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def read(self, said: Sequence[str]) -> list[dict[str, str]]:
-        """Return the agent's messages after these earlier messages."""
+        """Return the agent's messages, given the earlier messages."""
         return [{"role": "user", "content": text} for text in [f"You are {self.name}.", *said]]
 
 

@@ -1,6 +1,6 @@
-"""Two typical teams for ``flashmoa plan``, which says what linking saves on which GPUs.
+"""Two typical teams for ``flashmoa plan``, which tells the time that linking saves on a GPU.
 
-``build_handbooks`` is a chain of four agents, each of which has a long handbook of its own.
+``build_handbooks`` is a chain of four agents. Each agent has a long handbook of its own.
 ``build_reviewers`` has five reviewers, who read a document at the same time, and an editor, who
 reads the document and all reviews::
 
@@ -40,7 +40,7 @@ def build_handbooks(
 
 
 def build_reviewers(first: ChatCompletionClient, second: ChatCompletionClient) -> GraphFlow:
-    """Build five reviewers of one document on the first engine, and an editor on the second."""
+    """Build five reviewers of a document on the first engine, and an editor on the second."""
     editor = AssistantAgent(
         "editor",
         model_client=second,

@@ -1,4 +1,4 @@
-"""Chat templates written after the documented behaviour of those of the main model families."""
+"""Chat templates that behave like the documented templates of the main model families."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ GUIDE = ROOT / "examples" / "guides" / "nepal.md"
 POOL = 12000
 # Without it, later releases keep no answers of the Responses API to be continued.
 _STORE = [] if installed() == "0.5.12.post1" else ["--enable-response-store"]
-# How long an example takes depends on what else the machine does.
+# The time of a Hypothesis example depends on the other load of the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

@@ -1,4 +1,4 @@
-"""Wait for what no event announces."""
+"""Wait for conditions that no event announces."""
 
 from __future__ import annotations
 

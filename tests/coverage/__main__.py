@@ -1,4 +1,4 @@
-"""Count the linked calls of agent frameworks, by the ways in which they compose agents.
+"""Count the linked calls of agent frameworks, for each way to compose agents.
 
     python -m tests.coverage [FRAMEWORK ...] [--at-once N] [--json FILE]
 

@@ -16,7 +16,7 @@ agents.set_tracing_disabled(True)
 
 
 class Team:
-    """Makes agents of one client, and runs them."""
+    """Makes agents that share a client, and runs them."""
 
     def __init__(self, url: str, tools: bool) -> None:
         self.client = AsyncOpenAI(base_url=url)

@@ -23,7 +23,7 @@ _NAME = re.compile(r"You are (\w+)\.")
 
 
 def call(name: str, **arguments: object) -> str:
-    """Return the text with which a model of the Qwen family calls a tool."""
+    """Return a call of a tool as a model of the Qwen family writes it."""
     function = {"name": name, "arguments": arguments}
     return f"<tool_call>\n{json.dumps(function)}\n</tool_call>"
 
@@ -32,13 +32,13 @@ LOOK = call("look", place="lake")
 
 
 class Script:
-    """The answers of one run's agents.
+    """The scripted answers of a run's agents.
 
     An agent that is offered ``look`` calls it before each text. Agents are known by "You are NAME."
     in their first message.
 
     Args:
-        steps: by agent, the first answers, instead of these.
+        steps: by agent, the first answers. They replace the answers described above.
         others: returns the answers of agents without a name.
     """
 

@@ -155,7 +155,7 @@ async def play(
         result = await team.run(task=task())
         if linked is not None:
             await linked.close()
-        # In which order side by side agents end, and what the next agent reads first, is chance.
+        # Parallel agents end in a random order. The next agent reads their texts in this order.
         last = "four" if build is fan else None
         texts = [m for m in result.messages if isinstance(m, TextMessage) and m.source != last]
         return sorted(message.content for message in texts)

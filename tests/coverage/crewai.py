@@ -25,7 +25,7 @@ def look_blocking(place: str) -> str:
 
 
 class Team:
-    """Makes agents and tasks of one model."""
+    """Makes agents that share a model, and their tasks."""
 
     def __init__(self, url: str, tools: bool) -> None:
         model: Any = crewai.LLM("openai/tiny", base_url=f"{url}/v1", api_key="none")

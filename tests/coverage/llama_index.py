@@ -13,7 +13,7 @@ from tests.coverage.measure import instructions, look, task, team_programs
 
 
 class Team:
-    """Makes agents of one client."""
+    """Makes agents that share a client."""
 
     def __init__(self, url: str, tools: bool) -> None:
         self.client = AsyncOpenAI(base_url=url)

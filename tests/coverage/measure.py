@@ -43,7 +43,7 @@ def task() -> str:
 
 
 def instructions(name: str) -> str:
-    """Return an agent's system prompt, with which no other program has KV in common."""
+    """Return an agent's system prompt. From the program's name on, no other program has its KV."""
     return f"{_GUIDE.read_text()[:1500]}\n\nThis is {_program}.\nYou are {name}."
 
 
@@ -125,17 +125,18 @@ def team_programs(team: Callable[[str, bool], Any], *rows: tuple[Any, ...]) -> l
 
 @dataclass
 class Count:
-    """The links of one run.
+    """The links of a run.
 
     Attributes:
         calls: the names of the calls' agents.
         linkable: number of calls that could be linked: calls that began after another call had
-            ended. Nothing is written before the others.
-        linked: number of these that found their prompt streams.
-        reading: number of linked calls with the text of a call that was written while their link
-            was open.
-        streamed: number of these whose prompt had such text computed when they were sent.
-        reasons: why the others are not linked, and why texts were not streamed, by the report.
+            ended. Before the other calls, no text is written.
+        linked: number of linkable calls that found their prompt streams.
+        reading: number of linked calls whose prompt has a text that was being written while the
+            link was open.
+        streamed: number of ``reading`` calls that had KV of such a text when they were sent.
+        reasons: why linkable calls are not linked, and why texts were not streamed, in the words
+            of the report, each with its count.
     """
 
     calls: list[str] = field(default_factory=list)

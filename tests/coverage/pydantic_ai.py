@@ -15,7 +15,7 @@ from tests.coverage.measure import instructions, look, task, team_programs
 
 
 class Team:
-    """Makes agents of one client, and runs them."""
+    """Makes agents that share a client, and runs them."""
 
     def __init__(self, url: str, tools: bool) -> None:
         self.client = AsyncOpenAI(base_url=url)

@@ -26,7 +26,7 @@ class Look(smolagents.Tool):
 
 
 class Team:
-    """Makes agents of one model."""
+    """Makes agents that share a model."""
 
     def __init__(self, url: str, tools: bool) -> None:
         self.model: Any = smolagents.OpenAIModel("tiny", api_base=f"{url}/v1", api_key="none")

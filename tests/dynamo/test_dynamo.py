@@ -50,7 +50,7 @@ async def dynamo(tmp_path: Path) -> AsyncGenerator[Dynamo]:
 
 
 def prompts(name: str) -> tuple[str, str]:
-    """Return what two agents are told, of which neither begins as that of another pair."""
+    """Return the prompts of two agents. Prompts of different pairs begin differently."""
     guide = GUIDE.read_text()
     return f"{name} writes. {guide[:2000]}", f"{name} is checked. {guide[2000:5000]}"
 
@@ -143,8 +143,8 @@ async def test_calls_are_heard_at_their_worker(tmp_path: Path) -> None:
 def processes_of(worker: psutil.Process) -> list[psutil.Process]:
     """Return a worker's processes, Dynamo's sidecar first.
 
-    If it outlives its engine, it reports an error for each request that runs, linked or not, and
-    the front end does not move these. The end of a machine is that of all its processes.
+    If the sidecar outlives its engine, it reports an error for each running request, linked or not,
+    and the front end does not move these requests. If a machine ends, all its processes end.
     """
     processes = [worker, *worker.children(recursive=True)]
     return sorted(processes, key=lambda each: not is_named("sidecar", each))
@@ -208,7 +208,7 @@ async def test_faults_of_workers_change_no_answer(dynamo: Dynamo) -> None:
                 await fault(psutil.Process(dynamo.workers[dynamo.engines.index(engine)].pid))
             assert texts == {name: expected[name] for name in texts}
             links = opened(events[name])
-            # As long as the front end sends requests to a worker that hangs, so do links.
+            # While the front end sends requests to a hanging worker, links stay there, too.
             assert len(links) > 1 or fault is hang
             after = [f"{link.at - at:.1f} s on {link.stream_id.split()[0]}" for link in links[1:]]
             print(f"{fault.__name__:<20}  {', '.join(after)}")

@@ -73,9 +73,9 @@ async def hand_over_at_once(
 async def compare(
     ways: dict[str, tuple[EngineClient, bool]], engines: list[str], copies: int
 ) -> list[dict[str, float | int | str]]:
-    """Hand over in each way, so many times at once; return a row for each, in ms.
+    """Hand over ``copies`` times at once in each way; return a row for each way, in ms.
 
-    ``cached`` is the least: all of the reader's prompt is in the cache.
+    ``cached`` is the lower bound: the reader's whole prompt is in the cache.
     """
     waits: dict[str, list[float]] = {way: [] for way in ways}
     cached: dict[str, list[float]] = {way: [] for way in ways}

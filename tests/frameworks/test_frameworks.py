@@ -38,7 +38,7 @@ class State(TypedDict):
 
 
 def langgraph_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
-    """Make a graph with a node for each agent; those of a round run at once."""
+    """Make a graph with a node for each agent. The nodes of a round run at once."""
     models = [
         instrument(
             ChatOpenAI(

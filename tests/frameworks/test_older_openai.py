@@ -28,7 +28,7 @@ os.environ |= {"OTEL_SDK_DISABLED": "true", "CREWAI_DISABLE_TELEMETRY": "true"}
 
 pytestmark = [
     pytest.mark.timeout(1200),
-    # CrewAI uses what is deprecated.
+    # CrewAI uses deprecated functions.
     pytest.mark.filterwarnings("ignore"),
 ]
 

@@ -96,9 +96,10 @@ class Baseline:
         return (await self.http.post("/generate", json=ANSWERING)).json()["text"]
 
     async def wait_until_restored(self, seconds: float = 20.0) -> None:
-        """Wait until the engine's figures and its answer are those of the baseline.
+        """Wait until no figure of the engine exceeds the baseline, then check the engine's answer.
 
-        Raises: AssertionError if they are not within ``seconds``.
+        Raises: AssertionError if a figure exceeds the baseline after ``seconds``, if the answer
+            differs, or if the engine has ended or logged an error.
         """
         figures = await self._read_figures()
         with anyio.move_on_after(seconds):

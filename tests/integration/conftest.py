@@ -12,7 +12,7 @@ from tests.integration.support import EXPERTS
 
 @pytest.fixture(scope="session")
 def experts_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text on which the tokenizers of models with experts are trained."""
+    """A text to train the tokenizers of models with experts."""
     file = tmp_path_factory.mktemp("experts") / "text.txt"
     file.write_text("A river runs through the valley. " * 50)
     return file

@@ -1,7 +1,7 @@
-"""Costs that engines take instead of measuring them, which takes 5 to 15 s and may be noisy.
+"""Costs for engines that do not measure them. Measuring takes 5 to 15 s and may be noisy.
 
-Engines on a CPU take those of the first engine like them, and engines in the time of a GPU those of
-the GPU's tables, so that what they decide does not depend on what else this machine does.
+An engine on a CPU takes the costs of the first engine like it. An engine in the time of a GPU takes
+the costs in the GPU's tables. So no decision of an engine depends on other load on this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OVERLAP_OFF = "--disable-overlap-schedule"
 _SIZES = (1, 16, 64, 128, 256, 512, 1024, 4096)
 _CONTEXT = 64
 _FOLDER = Path(__file__).parents[2] / ".cache" / "costs"
-# Files with what engines on a CPU have measured, by their models and whether they overlap.
+# (model, whether the overlap schedule is on) -> file of costs that an engine on a CPU measured.
 _measured: dict[tuple[str, bool], Path] = {}
 
 
@@ -33,7 +33,8 @@ def known_costs(
 ) -> dict[str, str]:
     """Return environment variables for an engine that need not measure its costs.
 
-    They are empty if they are not known. Engines that copy experts measure more than these costs.
+    The result is empty if the costs are not known, or if the engine copies experts: such an engine
+    measures further costs.
     """
     environment = environment or {}
     file = _measured.get((str(model), _OVERLAP_OFF not in arguments))

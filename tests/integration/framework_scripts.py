@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 
 async def run_frameworks(*files: str, venv: str = "frameworks", **environment: str) -> None:
-    """Run files of tests/frameworks on servers of this environment, and print what they print."""
+    """Run files of tests/frameworks on servers of this environment, and print their output."""
     python = ROOT / ".venvs" / venv / "bin" / "python"
     assert python.exists(), f"its environment is missing; run `make .venvs/{venv}/.ready`"
     # Without the conftest.py above, which needs SGLang.

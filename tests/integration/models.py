@@ -14,7 +14,7 @@ def build_adapter(folder: Path, model: Path, seed: int) -> Path:
     """Write a LoRA adapter of rank 4 for the attention of a tiny model, in PEFT's format."""
     config = json.loads((model / "config.json").read_text())
     hidden, head = config["hidden_size"], config["head_dim"]
-    # SGLang computes q, k and v together, and an adapter must have all of them.
+    # SGLang computes q, k and v together, and an adapter must have all three.
     heads = {"q": config["num_attention_heads"]} | dict.fromkeys(
         "kv", config["num_key_value_heads"]
     )

@@ -1,4 +1,4 @@
-"""Script the answers of a tiny random model: what it computes is real, but its text is useless."""
+"""Script the answers of a tiny random model: its computation is real, but its text is useless."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script(monkeypatch: pytest.MonkeyPatch, answer_to: Script) -> None:
 
     async def send(self: Any, request: Any, **options: Any) -> Any:
         answer = answer_to(json.loads(request.content))
-        # That of httpx or httpx2; a second script takes the place of the first.
+        # ``send`` of httpx or httpx2, so that a second script replaces the first script.
         base: Any = super(AsyncHttpxClientWrapper, self)
         response = await base.send(request, **options)
         if answer is None or response.is_error:

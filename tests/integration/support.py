@@ -35,19 +35,19 @@ RIDING = {
 }
 # Binds both ranks of an engine to the second core. They would wait for each other's core otherwise.
 BOTH_ON_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "1|1"}
-# In SGLang 0.5.12 the variable has the cores of a single replica, which all of them use.
+# In SGLang 0.5.12 the variable has the cores of a single replica, and all replicas use them.
 TWO_REPLICAS = {} if isinstance(RELEASE, Release0512) else BOTH_ON_ONE_CORE
 # How many tokens of an open stream may wait for others, because they are not worth a forward.
 LAG = 128
 
 
 def slow(*way: Any) -> Any:
-    """Return a parameter, of one value or several, of which `make test` does not run the tests."""
+    """Return a parameter, one value or several, whose tests `make test` does not run."""
     return pytest.param(*way, marks=pytest.mark.slow)
 
 
 def nightly(*way: Any) -> Any:
-    """Return a parameter, of one value or several, of which only `make nightly` runs the tests."""
+    """Return a parameter, one value or several, whose tests only `make nightly` runs."""
     return pytest.param(*way, marks=pytest.mark.nightly)
 
 
@@ -114,7 +114,7 @@ async def generate(
 
 @asynccontextmanager
 async def decoding(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-    """Let an answer be written from its first token on; it is what was written in the end."""
+    """Begin an answer, and yield it after its first token. It is updated until the exit."""
     answer: dict[str, Any] = {}
     begun, ends = anyio.Event(), anyio.Event()
 

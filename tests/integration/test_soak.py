@@ -95,7 +95,7 @@ async def ask_often(
     """Call ``ask`` with numbers, some at once, and check that what processes hold does not grow.
 
     Args:
-        settle: waits until the server is idle, and checks what it says of itself.
+        settle: waits until the server is idle, and checks the server's own figures.
     """
     measured: list[Held] = []
     started = time.monotonic()
@@ -213,7 +213,7 @@ async def test_an_engine_and_its_router_hold_no_more_after_thousands_of_requests
             *("--max-total-tokens", str(POOL), "--log-level", "warning", "--enable-metrics"),
             *("--kv-events-config", json.dumps(events)),
         ],
-        # An engine that is killed while it compiles leaves a lock for which torch waits.
+        # If an engine is killed while it compiles, it leaves a lock, and torch waits for it.
         environment={**STRICT, "TORCH_EXTENSIONS_DIR": str(tmp_path)},
     )
     async with (

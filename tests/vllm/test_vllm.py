@@ -31,7 +31,7 @@ REPEATS = 5
 
 @pytest.fixture
 async def engines(servers: tuple[str, str]) -> AsyncGenerator[dict[Choice, list[EngineClient]]]:
-    """Clients of both servers, of those that link and of those that do not."""
+    """Clients of both servers, by choice: ``prefill`` links, and ``off`` does not."""
     clients: dict[Choice, list[EngineClient]] = {"prefill": [], "off": []}
     for choice, of_choice in clients.items():
         for url in servers:
@@ -57,7 +57,7 @@ class Run:
 
 
 async def run_chain(engines: list[EngineClient], guide: str, salt: str, tokens: int) -> Run:
-    """Run two calls, of which the second reads the first one's text.
+    """Run two calls. The second call reads the text of the first call.
 
     Args:
         salt: runs with different salts share no cache.

@@ -20,7 +20,7 @@ async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
     engines: LocalEngines, experts_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "asyncep.json"
-    # With these flags each batch is one forward; the benchmark starts its own engines with them.
+    # These flags make each batch one forward. The benchmark starts its own engines with them.
     flags = ["--chunked-prefill-size", "512", "--max-prefill-tokens", "512"]
     async with (
         start_special_engine(engines, experts_model, *flags) as resident,

@@ -185,7 +185,7 @@ async def test_routers_are_measured_and_resumed(benches: Bench) -> None:
     some = ["--routers", "round_robin", "flashmoa router", "--seeds", "1", "0"]
     roles = ["engine-1", "engine-2"]
     first = await benches.run("router-measured", roles, *few, *some, rounds=False)
-    # All that are installed, of which two are measured already.
+    # All installed routers. Two are measured already.
     both = await benches.run("router-measured", roles, *few, "--resume", rounds=False)
     cells = both["cells"]
     assert cells[:4] == first["cells"]
@@ -209,13 +209,13 @@ async def test_an_unreachable_engine_is_reported_without_a_traceback(
 
 @pytest.mark.nightly
 async def test_coding_agents_find_their_prompts_where_there_is_room(tmp_path: Path) -> None:
-    """Their engines read tool calls, which those of other tests do not."""
+    """Their engines parse tool calls. The engines of other tests do not."""
     file, size = tmp_path / "results.json", "--agents 2 --turns 3 --scale 10 --pool 2 --shape test"
     command = ["coding-agents", *size.split(), "--cache", str(tmp_path), "--json", str(file)]
     assert await anyio.to_thread.run_sync(bench, command) == 0
     results = json.loads(file.read_text())["results"]
     assert [row["way"] for row in results["rows"]] == ["stock", "flashmoa"]
-    # The prompts are as long as they should be, so that the pool is, too.
+    # The prompts have the intended length, and so the pool has the intended size.
     assert results["pool"] == pytest.approx(2 * results["tokens"], rel=0.05)
     for row in results["rows"]:
         assert row["found"] > 0 and 0 < row["p50"] <= row["p99"] <= row["seconds"]

@@ -78,7 +78,7 @@ async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) ->
     assert full["left"] and full["deciding"] > 0 and tree["deciding"] is None
     left = [(complete, quality) for complete, quality, left, _ in full["decisions"] if left]
     assert left and all(complete >= 2 for complete, _ in left)
-    # Confidences are those that were drawn, not those of a tiny model's tokens, which are small.
+    # These confidences were drawn. The confidences of a tiny model's tokens would be small.
     assert all(quality > 0.5 for _, quality in left)
     undecided = cells["undecided"]
     assert not undecided["left"] and undecided["decisions"]

@@ -37,7 +37,7 @@ async def test_notebook_runs_and_prints_its_results(
 
 
 async def run_notebook(name: str, scratch: Path, **environment: str) -> str:
-    """Run a notebook from top to bottom, and return what it prints."""
+    """Run a notebook from top to bottom, and return its printed text."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code), "clear it"

@@ -50,7 +50,7 @@ def test_the_set_up_makes_the_model_of_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """README's first engine serves it, also without the demo."""
-    # Within another make, as that of `make test`, this one would name its folder.
+    # Inside another make, such as `make test`, this make would also print its folder.
     monkeypatch.delenv("MAKELEVEL", raising=False)
     monkeypatch.delenv("MAKEFLAGS", raising=False)
     make = ["make", "--dry-run", "setup", f"MODEL={tmp_path / 'missing'}"]

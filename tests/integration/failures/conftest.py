@@ -61,7 +61,7 @@ def make() -> Make:
             temperature=0,
             max_tokens=tokens,
             extra_body={"ignore_eos": True},
-            # Given, because asking the engine would block this event loop, in which the relay runs.
+            # Given: asking the engine would block this event loop, and the relay runs in this loop.
             model_info=MODEL,
             **{"max_retries": 0, **more},
         )

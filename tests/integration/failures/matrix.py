@@ -21,14 +21,14 @@ from tests.waiting import until
 
 FAILURES: tuple[Failure, ...] = ("error", "cancel", "timeout", "stall")
 ACTIONS: tuple[Action, ...] = ("abort", "finalize")
-# Of each failure, one cell runs more often than every night.
+# For each failure, one cell runs more often than every night.
 _FAST = (("error", "finalize"), ("stall", "abort"))
 _SLOW = (("cancel", "abort"), ("timeout", "finalize"))
 CELLS = [
     cell if cell in _FAST else slow(*cell) if cell in _SLOW else nightly(*cell)
     for cell in product(FAILURES, ACTIONS)
 ]
-# Those of teams take longer.
+# Cells of teams take longer.
 TEAM_CELLS = [
     slow(*cell) if cell in _FAST + _SLOW else nightly(*cell) for cell in product(FAILURES, ACTIONS)
 ]
@@ -37,7 +37,7 @@ Make = Callable[..., FlashMoAChatCompletionClient]
 HAD_ARRIVED, WHOLE = "what had arrived, prefilled", "the whole text, unlinked"
 # Seconds until a text counts as stalled, so that the tests need not wait long.
 BRIEF = 0.4
-# Seconds after which OpenAI's client times out. An answer must have begun before.
+# Seconds until OpenAI's client times out. An answer must begin earlier.
 PATIENCE = 1.5
 
 
@@ -52,7 +52,7 @@ def policy(failure: Failure, action: Action) -> FailurePolicy:
 
 @dataclass(frozen=True)
 class Cell:
-    """The outcome of one cell of the matrix."""
+    """The outcome of a cell of the matrix."""
 
     where: str
     failure: str

@@ -34,7 +34,10 @@ class Relay:
         self._calls: list[SocketStream] = []  # The connections of calls.
 
     def arm(self, fault: Fault, events: int = 12) -> None:
-        """Make the next answer go wrong after ``events`` events, its own or those heard of it."""
+        """Make the next answer go wrong after ``events`` events.
+
+        Events of the answer count, and events of a connection that hears the answer.
+        """
         self._fault, self._left = fault, events
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Test linked teams in which an agent, the team, its client or an engine fails."""
+"""Test linked teams when an agent, the team, its client or an engine fails."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ async def run_own_framework(
     listener: Listener | None,
     adapter: Callable[..., RelayLink] = RelayLink,
 ) -> list[str]:
-    """Run a relay; an adapter for which no run ends does not close its link either."""
+    """Run a relay, and close its link, unless the adapter is ``Endless``: its runs do not end."""
     settings = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     relay = Relay([Speaker(name, engines[name == "summary"], settings) for name in NAMES])
     link = None if listener is None else adapter(relay, listener=listener)
@@ -103,7 +103,7 @@ async def test_an_adapter_links_a_chain_and_leaves_nothing(
     assert finished == list(NAMES)
     for place, event in enumerate(events):
         if isinstance(event, LinkOpened):
-            # On a busy machine a link may be late: it waits for those that have not finished.
+            # On a busy machine a link may be late: it waits for agents that have not finished.
             before = NAMES[: NAMES.index(event.agent)]
             done = {each.agent for each in events[:place] if isinstance(each, CallFinished)}
             assert event.upstream and event.upstream == before[-len(event.upstream) :]

@@ -114,7 +114,7 @@ async def test_few_tokens_are_left_of_a_text_in_any_script(
         draft = flow.text("draft")
         review = flow.ask(asks(f"Review: {draft}"), **parameters)
         await opened.wait()
-        # The rest is text that more of it may change, and what an increment must have to begin.
+        # The rest is text that further text may change, and tokens too few for an increment.
         few = LAG + 16
         await wait_until_prefilled(reader, ids[0], plain.usage.prompt_tokens - few)
         draft.close()

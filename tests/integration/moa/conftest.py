@@ -1,4 +1,4 @@
-"""Provide clients of the two engines on which agents run, and of a server of mixtures."""
+"""Provide clients of the agents' two engines, and of a server of mixtures."""
 
 from __future__ import annotations
 

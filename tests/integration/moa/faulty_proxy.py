@@ -1,4 +1,4 @@
-"""Pass requests on to an engine, or answer them in the ways in which engines and proxies fail."""
+"""Pass requests on to an engine, or answer them like engines and proxies that fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FaultyProxy:
 
     Attributes:
         url, target: URLs of the proxy and of the engine.
-        fault: what goes wrong with every request that comes now; ``None``: nothing.
+        fault: the fault of every request that comes from now on; ``None`` for no fault.
     """
 
     def __init__(self, url: str, target: str) -> None:

@@ -79,6 +79,6 @@ async def connected(url: str, key: str = "-") -> AsyncGenerator[AsyncOpenAI]:
 
 
 def extra(answer: Any) -> dict[str, Any]:
-    """Return the field of a body in which the agents stand."""
+    """Return the field ``flashmoa`` of an answer. It describes the agents."""
     fields: dict[str, Any] = answer.model_extra
     return fields["flashmoa"]

@@ -1,4 +1,4 @@
-"""What ``flashmoa moa check`` finds on real engines, and what it says is missing."""
+"""Test what ``flashmoa moa check`` finds on real engines, and reports as missing."""
 
 from __future__ import annotations
 

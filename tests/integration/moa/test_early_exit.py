@@ -106,7 +106,7 @@ async def check_that_a_router_passes_embeddings_on(engine: LocalEngine, texts: l
 
 
 class OrthogonalEmbedder:
-    """An embedder to which no two texts have anything in common, so that no agent is left out."""
+    """An embedder that finds nothing in common in any two texts, so that no agent is left out."""
 
     def __init__(self) -> None:
         self.compared = 0

@@ -54,7 +54,7 @@ def cells(*fast: tuple[str, Fault], more: tuple[str, ...] = ()) -> list[Any]:
 
 
 def make_system(kind: str, first: list[Model], last: Model, **more: Any) -> Any:
-    """Make a system; of a tree, ``first`` is the layer in the middle."""
+    """Make a system. In a tree, ``first`` is the middle layer."""
     if kind == "tree":
         proposers = [replace(last, sampling={**last.sampling, "seed": n}) for n in range(4)]
         return MixtureOfAgents([proposers, first, [last]], "4-2-1", prompt=PROMPT, **more)
@@ -62,7 +62,7 @@ def make_system(kind: str, first: list[Model], last: Model, **more: Any) -> Any:
 
 
 async def read_answer(system: Any) -> tuple[str, Any]:
-    """Ask a system the question. Return what it streams, and its result."""
+    """Ask a system the question. Return the streamed text, and the result."""
     async with system.answering(QUESTION) as run:
         pieces = [piece async for piece in run]
         return "".join(pieces), await run.result()
@@ -94,7 +94,7 @@ async def test_an_agent_that_fails_is_left_out(
     layer = 1 if kind == "tree" else 0
     record = result.layers[layer].pop(1)
     if fault == "stall" and "staircase" in kind:
-        # What it had written was read.
+        # The text that the agent had written was read.
         assert record.status == "used" and PROBLEMS[fault] in record.problem
     else:
         check_agent(record, fault)
@@ -137,7 +137,7 @@ async def test_another_agent_takes_the_place_of_the_last_one(
         assert PROBLEMS[fault] in found.problem and found.agent == result.final.name
         if fallback is other:
             assert found.kind == "aggregator"
-            # It continues what had been written, which a client may have read.
+            # The fallback continues the begun text, because a client may have read it.
             assert text == result.text == begun + result.final.text
         else:
             assert (found.kind, found.agent) == ("answer", f"{len(result.layers) - 1}.1")
@@ -193,7 +193,7 @@ async def test_request_is_repeated_on_another_engine(
 ) -> None:
     small, large = pair
     proxy.fault = fault
-    # The second of these clients does not know that the engine did not answer the first.
+    # The second client does not know that the engine did not answer the first client.
     async with EngineClient(proxy.url) as unaware:
         first, last = (
             replace(faulty(client, fault, max_tokens=24), backups=[large])

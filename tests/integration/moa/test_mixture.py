@@ -28,7 +28,7 @@ PROMPT = AggregationPrompt(instruction="Weigh these answers:")
 
 
 class ConstantEmbedder:
-    """An embedder to which all texts are the same."""
+    """An embedder that finds all texts the same."""
 
     async def compare(self, texts: Sequence[str]) -> list[list[float]]:
         return [[1.0] * len(texts) for _ in texts]
@@ -42,7 +42,7 @@ def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgent
 
 
 def answers_by_layer(result: Result) -> list[list[str]]:
-    """Return the answers of each layer, none of which has failed."""
+    """Return the answers of each layer; check that no agent failed."""
     assert [agent.problem for agent in result.agents if agent.problem] == []
     return [[answer.text for answer in layer] for layer in result.layers]
 

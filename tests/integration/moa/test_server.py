@@ -228,24 +228,24 @@ async def test_metrics_count_questions_agents_and_tokens(
         'substitutions_total{kind="answer",model="failing"} 1.0',
         'running{model="three"} 0.0',
         'questions_total{ending="refused",model=""} 1.0',
-        # One for n, and one for max_tokens, for which the proposers had been asked.
+        # One for n, and one for max_tokens, after the proposers had been asked.
         'questions_total{ending="refused",model="three"} 2.0',
         'seconds_count{model="three"} 1.0',
     ):
         assert f"flashmoa_moa_{line}" in page, page
     [tokens] = re.findall(r'tokens_total{.*kind="completion",model="three"} ([0-9.]+)', page)
-    # Three agents of the first question, and at least one of the one that was refused.
+    # Three agents of the first question, and at least one agent of the refused question.
     assert float(tokens) > 3 * 8
 
 
 async def test_open_webui_finds_the_models_and_gets_answers_and_titles(moa_url: str) -> None:
-    """The requests are those of its source, with every parameter that it sends to such servers."""
+    """The requests are as in Open WebUI's source, with every parameter for such servers."""
     chat = {
         "messages": [{"role": "system", "content": "Be kind."}, *QUESTION],
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": 6,
-        # Sampling, the tiny model now and then writes nothing but white space, which no answer is.
+        # With sampling, the tiny model sometimes writes only white space, which is no answer.
         "temperature": 0,
         "top_p": 0.9,
         "min_p": 0.05,

@@ -24,7 +24,7 @@ PROGRAMS = int(os.environ.get("FLASHMOA_PROGRAMS", "4"))
 TASK = "Plan three days in Nepal for two people."
 TOKENS = 48
 SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": TOKENS}
-# Each of a random model's texts has one of these before long, and a call of a tool has none.
+# Letters that come soon in every text of a random model, and never in a call of a tool.
 STOP = ["x", "z", "q", "j"]
 BODY = {"ignore_eos": True}
 
@@ -82,7 +82,7 @@ _links: ContextVar[_Links | None] = ContextVar("_links", default=None)
 
 
 async def links_opened(number: int) -> None:
-    """Wait until a run that is watched has opened so many links.
+    """Wait until a watched run has opened ``number`` links.
 
     On a busy machine, a short answer may be there before the links that it streams into.
     """
@@ -93,7 +93,7 @@ async def links_opened(number: int) -> None:
 
 
 async def chain(clients: Clients, guide: str, task: str, *, stream: bool = False) -> list[str]:
-    """Return the answers of three agents: the second and third read those before them."""
+    """Return the answers of three agents. The second reads one answer, the third reads both."""
     plan = await ask(clients.first, task, stream=stream)
     await links_opened(1)
     check = await ask(clients.second, f"{guide}\nCheck plans.", f"Check:\n{plan}", stream=stream)
@@ -122,7 +122,7 @@ Rounds = Sequence[Sequence[Agent]]
 
 
 def random_program(seed: int) -> list[list[Agent]]:
-    """Return rounds of calls; those of one round are made at once, and read earlier rounds'."""
+    """Return rounds of calls. Calls of a round run at once, and read answers of earlier rounds."""
     dice = random.Random(seed)
     rounds: list[list[Agent]] = []
     made = 0
@@ -180,13 +180,13 @@ async def play_linked(
 
 
 def statuses(events: Sequence[Event]) -> list[str | None]:
-    """Return, for each call in its order, what its prompt stream was worth."""
+    """Return the status of each call's prompt stream, in the order of the calls."""
     found = [call.usage and call.usage.prompt_stream for call in calls(events)]
     return [stream.status if stream else None for stream in found]
 
 
 def closed(events: Sequence[Event]) -> list[str]:
-    """Return the reasons for which links were closed."""
+    """Return why links were closed."""
     return [event.reason for event in events if isinstance(event, LinkClosed)]
 
 
@@ -207,6 +207,6 @@ async def check_programs(
     declined = [event for event in events if isinstance(event, LinkDeclined)]
     row = (len(made), len(linked), len(late), len(declined))
     print(f"{make.__name__}: %d calls, %d linked, %d late, %d declined, texts the same" % row)
-    # The first call of each run, and those that are made together with it, cannot be linked.
+    # The calls of a run's first round cannot be linked.
     first = sum(len(random_program(seed)[0]) for seed in range(PROGRAMS))
     assert len(linked) >= 0.9 * (len(made) - first - len(late))

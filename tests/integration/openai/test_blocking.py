@@ -1,4 +1,4 @@
-"""Test that programs without an event loop are linked as those with one."""
+"""Test that programs without an event loop are linked like programs with an event loop."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def ask(client: openai.OpenAI, *contents: str, way: str = "create") -> str:
 
 
 def chain(clients: Sequence[openai.OpenAI], guide: str, way: str, wait: Wait) -> list[str]:
-    """Return the answers of three agents: the second and third read those before them."""
+    """Return the answers of three agents. The second reads one answer, the third reads both."""
     plan = ask(clients[0], TASK, way=way)
     wait("checker")
     with agent("checker"):
@@ -92,7 +92,7 @@ def chain(clients: Sequence[openai.OpenAI], guide: str, way: str, wait: Wait) ->
 
 
 def play_linked(name: str, program: Callable[[Wait], Any]) -> tuple[Any, list[Event]]:
-    """Return what a program returns in its second run, and the events of that."""
+    """Return the result of a program's second run, and the events of this run."""
     answers, links = list[Any](), Links()
     for wait, listener in ((at_once, lambda _: None), (links.wait, links.listen)):
         # Without names of agents, calls are told apart by the lines that call.
@@ -115,7 +115,7 @@ async def test_a_second_run_is_linked_and_answers_the_same(
 
     before = threading.active_count()
     await asyncio.to_thread(program)
-    assert threading.active_count() <= before + 1  # That of asyncio itself.
+    assert threading.active_count() <= before + 1  # The thread of asyncio itself.
 
 
 async def test_the_calls_of_a_pool_of_threads_are_linked(

@@ -48,7 +48,7 @@ def options(eos: int, word: str) -> list[dict[str, Any]]:
 
 
 async def answers(client: openai.AsyncOpenAI | openai.OpenAI, asked: list[dict[str, Any]]) -> Any:
-    """Return a plan, and the answers of calls that read it, each of which asks for something."""
+    """Return a plan, and the answers of calls that read it; each call asks with other fields."""
 
     async def create(**request: Any) -> Any:
         create: Any = client.chat.completions.create
@@ -79,7 +79,7 @@ def comparable(answer: Any) -> Any:
     for choice in found["choices"]:
         if "meta_info" in choice:
             choice["meta_info"] = sorted(choice["meta_info"].keys() - FIGURES)
-        if choice["logprobs"] is not None:  # Their last digits depend on what is cached.
+        if choice["logprobs"] is not None:  # Their last digits depend on the cache.
             tokens = choice["logprobs"]["content"]
             choice["logprobs"] = [(one["token"], len(one["top_logprobs"])) for one in tokens]
     return found

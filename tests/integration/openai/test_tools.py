@@ -36,7 +36,7 @@ from tests.integration.openai.tool_agents import (
 from tests.integration.scripted import call_until, script
 from tests.integration.support import LAG, wait_until_idle
 
-# How many tokens may be left for a request of which all but a short result was known.
+# Most tokens left to compute for a request, if only a short result in it was not known before.
 FEW = LAG + 64
 LOOK = ("look", {"place": "lake"})
 
@@ -68,7 +68,7 @@ async def test_a_request_after_a_tool_was_prefilled_while_the_tool_ran(
         assert statuses(watch.events) == [None, "hit", "hit", None if is_first else "hit"]
         late = [call.usage and call.usage.late_tokens for call in calls(watch.events)[1:3]]
         assert all(tokens is not None and tokens < FEW for tokens in late)
-        # In the second run the results are expected to be those of the first.
+        # The second run expects the results of the first run.
         assert watch.reasons() == (["used", "used"] if is_first else [])
 
 
@@ -254,7 +254,7 @@ async def test_a_request_that_was_given_up_is_not_linked_again(
     unlinked, watch = await program(fine), Watch(client)
 
     async def look(name: str, arguments: dict[str, Any]) -> str:
-        # Its stream may be gone as soon as it was opened.
+        # The link's stream may be gone right after it was opened.
         await watch.until(lambda: bool(watch.own_links and watch.reasons()))
         # Each call has the links planned anew.
         await ask(clients.second, TASK)

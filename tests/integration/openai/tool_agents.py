@@ -1,4 +1,4 @@
-"""Agents with tools in loops of their own, and a watch on the links to what they ask next."""
+"""Agents with tools in loops of their own, and a watch on the links to their next requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def offer(*names: str) -> list[dict[str, Any]]:
 
 
 class Watch:
-    """Lets the tools of a linked run wait for the links to what their agents ask next."""
+    """Lets the tools of a linked run wait for the links to their agents' next requests."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.events: list[Event] = []
@@ -45,11 +45,11 @@ class Watch:
 
     @property
     def own_links(self) -> list[LinkOpened]:
-        """The links to what agents ask after tools whose results are not expected."""
+        """The links to requests after tools whose results are not expected."""
         return [event for event in self.opened if event.upstream[:1] in (("look()",), ("walk()",))]
 
     def reasons(self, links: list[LinkOpened] | None = None) -> list[str]:
-        """Return why links were closed, by default those to what agents ask after their tools."""
+        """Return why links were closed; by default, why ``own_links`` were closed."""
         ids = [link.stream_id for link in (self.own_links if links is None else links)]
         ended = [event for event in self.events if isinstance(event, LinkClosed)]
         return [event.reason for event in ended if event.stream_id in ids]

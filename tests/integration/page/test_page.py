@@ -163,7 +163,7 @@ def test_both_colour_schemes_are_drawn(show: Show, scheme: str, tmp_path: Path) 
     shown = show(read(RUN), color_scheme=scheme)
     ground = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(255, 255, 255)") is (scheme == "light")
-    # The folder in which the screenshots are kept.
+    # The folder that keeps the screenshots.
     folder = Path(os.environ.get("FLASHMOA_SCREENSHOTS", tmp_path))
     assert len(shown.screenshot(path=folder / f"timeline-{scheme}.png")) > 20_000
 

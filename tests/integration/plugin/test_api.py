@@ -200,7 +200,7 @@ async def test_what_is_certainly_too_long_is_not_tokenised(http: httpx.AsyncClie
 async def test_other_requests_are_answered_before_a_text_that_is_too_long(
     http: httpx.AsyncClient,
 ) -> None:
-    """A text of one word is tokenised whole, because its tokens are not certain before its end."""
+    """A single long word is tokenised whole: its tokens are not certain before its end."""
     most = (await http.get("/flashmoa/info")).json()["max_prompt_tokens"]
     body, is_read = json.dumps({"text": "a" * (64 * most)}).encode(), anyio.Event()
     answered: list[str] = []

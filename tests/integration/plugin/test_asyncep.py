@@ -226,7 +226,7 @@ class Replicas:
 
     def listening_ranks(self) -> list[str]:
         """Return the ranks that offer their share."""
-        # The fourth column has the flags; these are those of a socket that listens.
+        # The fourth column has the flags. This value marks a socket that listens.
         listening = [line for line in self.sockets() if line[3] == "00010000"]
         return [line[-1].rpartition("/")[2] for line in listening]
 
@@ -264,7 +264,7 @@ async def check_memory(engine: LocalEngine, on_device: float) -> None:
 async def long_answer(
     engine: LocalEngine, prompt: str, begun: Callable[[], Awaitable[None]]
 ) -> str:
-    """Return an answer after whose first part ``begun`` is awaited."""
+    """Return a long answer. Await ``begun`` after the first part of the answer."""
     parts: list[str] = []
     async with EngineClient(engine.url, timeout=60) as client:
         await client.flush_cache()

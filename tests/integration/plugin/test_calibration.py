@@ -46,7 +46,7 @@ async def test_measuring_between_the_first_requests_loses_no_kv(
 async def test_an_engine_takes_the_costs_of_another_one(
     engines: LocalEngines, engine: LocalEngine, client: EngineClient, model: Path
 ) -> None:
-    """They come from an answer of ``GET /flashmoa/info``, and nothing is measured."""
+    """The costs come from an answer of ``GET /flashmoa/info``, and nothing is measured."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         engine.log.with_suffix(".info").write_bytes((await http.get("/flashmoa/info")).content)
     environment = {"FLASHMOA_COSTS": str(engine.log.with_suffix(".info"))}
@@ -55,7 +55,7 @@ async def test_an_engine_takes_the_costs_of_another_one(
         EngineClient(other.url, timeout=60) as reader,
     ):
         assert (await reader.info()).costs == (await client.info()).costs
-        # What is measured stays in the cache.
+        # Measured prefills would stay in the cache.
         state = (await reader.info()).kv[0]
         assert state.free == state.total
 
@@ -82,7 +82,7 @@ async def test_on_an_engine_that_is_never_idle_streams_ride_before_it_has_measur
         for client_id in range(3):
             group.start_soon(ask, client_id)
         with anyio.fail_after(90):
-            # What waits may also be prefilled in a moment in which nothing decodes.
+            # A waiting stream may also be prefilled in a moment without decodes.
             for number in count():
                 stream = await client.open_stream(text="The", ttl_seconds=60)
                 state = await client.append(stream.id, 0, text=words(800, 9000 + number)[3:])

@@ -1,8 +1,8 @@
 """Clients that fail, aborts, the end of a ttl and a drain, at every moment of a stream's life.
 
 The first axis is who fails: the **upstream** client, which appends; the **downstream** client,
-whose request uses the stream; or the engine. The second is the *moment* in the life of a stream,
-and the third, of clients, the *manner* in which the connection fails. After every group of cases
+whose request uses the stream; or the engine. The second is the *moment* in the life of a stream.
+For clients, the third is the *manner*: how the connection fails. After every group of cases
 the streams have ended as documented, and the engine is as it was before.
 """
 
@@ -279,7 +279,7 @@ async def test_a_downstream_that_fails_late(moment: LateMoment, make: Make) -> N
         await cell.open()
         await cell.append()
         connection = await cell.connect()
-        # Decoding all of these takes longer than the test waits, so the request must be aborted.
+        # Decoding ENDLESS tokens takes longer than the test waits: the request must be aborted.
         stalls = manner == "stall"
         await connection.send(cell.final_request(30 if stalls else ENDLESS, stream=True))
         if moment == "during decode":

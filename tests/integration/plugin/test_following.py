@@ -125,7 +125,7 @@ FOLLOWED: dict[str, Body] = {
     "text": LONG,
     "tools that are not called": {**CHAT, **forced("I need no tool.", **WITH_TOOLS)},
     "a text and a tool call": {**CHAT, **forced(f"Let me look there.\n{CALL}", **WITH_TOOLS)},
-    # All of it is reasoning to SGLang's parser, which is not followed.
+    # SGLang's parser takes the whole text for reasoning, and streams do not follow reasoning.
     "a thought": {**CHAT, **forced("<think>Hm, well.</think>Walk to the lake, and swim.")},
 }  # fmt: skip
 

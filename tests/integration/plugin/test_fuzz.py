@@ -97,7 +97,7 @@ ROUTES: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 EXAMPLES = 150
-# What is drawn seldom or never, and what is not JSON.
+# Bodies that are drawn seldom or never, and bodies that are not JSON.
 PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
 ODD: list[Any] = [
     {"messages": [{"role": "user", "content": [PICTURE]}]}, {"input_ids": [4096]},
@@ -129,7 +129,7 @@ class StreamRecorder:
 
 @pytest.fixture
 async def opened(engine: LocalEngine, base: Baseline) -> AsyncGenerator[StreamRecorder]:
-    """The streams of one test; at its end each is deleted, and the engine is as it was before."""
+    """The streams of a test. At its end each is deleted, and the engine is as it was before."""
     streams = StreamRecorder()
     yield streams
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:

@@ -26,7 +26,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import start_special_engine
 from tests.unit.plugin.renamed import installed
 
-# These are JSON, because Python's ``json`` cannot write all of them.
+# The values are texts of JSON, because Python's ``json`` cannot write every value.
 VALUES = [
     "null", "true", "false", "0", "1", "-1", "-5", "3", "5000", "9999999", f"{2**31}", f"{2**63}",
     f"{-(2**63) - 1}", "1" + "0" * 400, "0.5", "-0.5", "1.5", "1e-300", "1e308", "1e999", "NaN",

@@ -39,7 +39,7 @@ async def engine(
 
 
 def ends(usage: PromptUsage) -> list[float]:
-    """Return when a stream's increments were computed; those of one forward end at one time."""
+    """Return when a stream's increments ended. Increments of the same forward end together."""
     assert usage.prompt_stream is not None
     return [span.end for span in usage.prompt_stream.prefills]
 
@@ -73,7 +73,7 @@ async def test_one_forward_computes_increments_of_many_streams(
 async def test_increments_compute_only_tokens_that_are_new(
     client: EngineClient, words: Words, length: int
 ) -> None:
-    """Each token is computed once, however long the stream is to which it is appended."""
+    """Each token is computed once, however long its stream is."""
     await client.flush_cache()
     text = words(length, 8300)
     stream = await client.open_stream(text=text, ttl_seconds=300)
@@ -90,7 +90,7 @@ async def test_increments_compute_only_tokens_that_are_new(
 async def test_a_stream_goes_on_after_the_cache_was_flushed(
     client: EngineClient, words: Words
 ) -> None:
-    """All of it is computed again, because none of its KV is left."""
+    """The whole stream is computed again, because its KV is gone."""
     text = words(400, 8400)
     stream = await client.open_stream(text=text, ttl_seconds=300)
     await wait_until_prefilled(client, stream.id, 400 - LAG)

@@ -1,4 +1,4 @@
-"""``--flashmoa-kv-cache off`` on a real engine: the same logits, with KV of one layer."""
+"""``--flashmoa-kv-cache off`` on a real engine: the same logits, with a single layer's KV."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY = ["--mem-fraction-static", "0.2"]
 
 
 async def logprobs(client: EngineClient, prompt: list[int], tokens: int = 1) -> list[float]:
-    """Return those of every token of the prompt, and of the likeliest tokens after each."""
+    """Return the log-probabilities of prompt and answer tokens, and of the likeliest tokens."""
     body: dict[str, Any] = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
     body |= {"sampling_params": {"max_new_tokens": tokens, "temperature": 0}}
     reply = await client._http.post("/generate", json=body | {"top_logprobs_num": 5})

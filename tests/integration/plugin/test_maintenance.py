@@ -1,7 +1,8 @@
 """New weights, unloaded adapters, aborts and pauses while prompt streams are open.
 
-None of them waits for the end of a stream. New weights close all streams, and an adapter's end its
-own; their requests compute their whole prompts. Aborts and pauses leave streams open.
+These operations do not wait for the end of a stream. New weights close all streams. Unloading an
+adapter closes the adapter's streams. The requests of closed streams compute their whole prompts.
+Aborts and pauses leave streams open.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ async def check_final_request(
 async def test_an_update_of_weights_ends_streams(
     client: EngineClient, http: httpx.AsyncClient, model: Path, words: Words, fields: dict[str, Any]
 ) -> None:
-    """Their KV is of the earlier weights. It comes while one of them is being prefilled."""
+    """The streams have KV of the earlier weights. The update comes while a stream is prefilled."""
     text, long = words(300, 7000), words(4000, 7001)
     stream = await client.open_stream(text=text, ttl_seconds=TTL)
     await wait_until_prefilled(client, stream.id, 300 - LAG)

@@ -39,7 +39,7 @@ async def guarded(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEng
             "--max-running-requests", "1", "--max-queued-requests", "1",
         ],
     )  # fmt: skip
-    # What is measured has a place in the queue.
+    # The engine's own measurements take a place in the queue.
     async with EngineClient(running.url, api_key=KEY, timeout=60) as client:
         with anyio.fail_after(60):
             while (await client.info()).costs is None:  # noqa: ASYNC110
@@ -120,7 +120,7 @@ async def test_metrics_count_what_streams_did(
 async def test_the_boards_metrics_exist(
     guarded: LocalEngine, allowed: EngineClient, words: Words
 ) -> None:
-    """Those of docs/grafana, on every SGLang release on which these tests run."""
+    """The metrics of docs/grafana exist on every SGLang release that these tests run on."""
     # In OpenMetrics, one of the formats of /metrics, names have no colon.
     board = (ROOT / "docs" / "grafana" / "flashmoa.json").read_text()
     names = set(re.findall(r"\b(?:flashmoa|sglang)\[:_\]\w+", board))

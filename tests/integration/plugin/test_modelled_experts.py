@@ -43,7 +43,7 @@ async def device_of(engine: LocalEngine) -> dict[str, Any]:
 
 
 async def check(engine: LocalEngine, expected: dict[str, str], copy: float) -> None:
-    """Check an engine's answers, and that each forward takes as long as the copies of all layers.
+    """Check an engine's answers, and that a forward takes the time to copy all layers' experts.
 
     Args: copy: seconds to copy a layer's experts.
     """

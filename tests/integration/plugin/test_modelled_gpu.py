@@ -56,7 +56,7 @@ async def test_time_changes_no_answer(
         assert (await generate(modelled, prompt, 30))[0] == expected
         elapsed, after = time.monotonic() - started, await device_of(engine)
         taken = after["device_seconds"] - before["device_seconds"]
-        # A prefill and 29 decode steps, of which the overlap schedule may add one.
+        # A prefill and 29 decode steps. The overlap schedule may add a step.
         assert after["forwards"] - before["forwards"] >= 30
         assert elapsed > taken * 29 / 31 > 29 * 3 * 0.004
 
@@ -156,7 +156,7 @@ async def test_the_kv_pool_has_the_size_that_the_gpu_leaves(
     try:
         async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
             settings = (await http.get("/server_info")).json()
-        # 141 GB, of which SGLang leaves a part for activations, and the weights take 16.4.
+        # Of 141 GB, SGLang leaves a part for activations, and the weights take 16.4 GB.
         assert 800_000 < settings["max_total_num_tokens"] < 840_000
         assert settings["chunked_prefill_size"] == 8192
         assert not settings["disable_overlap_schedule"]

@@ -30,8 +30,8 @@ from tests.integration.support import (
 
 Words = Callable[[int, int], str]
 
-# Whether tokens ride along with decode steps depends on what these cost. On the modelled GPU they
-# always do, unless the budget forbids it.
+# Whether tokens ride along with decode steps depends on the costs of the steps. On the modelled GPU
+# tokens always ride along, unless the budget forbids it.
 WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
     "riding along": ([], RIDING),
     "without the overlap schedule": (["--disable-overlap-schedule"], RIDING),
@@ -64,13 +64,13 @@ async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
 
 @pytest.fixture
 async def plain(engine: LocalEngine) -> AsyncGenerator[EngineClient]:
-    """An engine on which nothing else runs, and which is not as slow as a modelled GPU."""
+    """A client of an engine that runs nothing else, and is not slow like a modelled GPU."""
     async with EngineClient(engine.url, timeout=60) as connected:
         yield connected
 
 
 async def wait_for_tokens(answers: Iterable[dict[str, Any]], more: int) -> None:
-    """Wait until each request has decoded so many more tokens."""
+    """Wait until each answer has ``more`` further tokens."""
     wanted = [(answer, answer["meta_info"]["completion_tokens"] + more) for answer in answers]
     with anyio.fail_after(60):
         while any(  # noqa: ASYNC110 - there is no event for it
@@ -133,7 +133,7 @@ async def test_streams_and_decodes_change_no_answers(
 async def test_log_probabilities_stay_the_same_when_streams_ride_along(
     client: EngineClient, engine: LocalEngine, way: str, words: Words
 ) -> None:
-    """Of a request's answer and of its prompt; another one beside it has none."""
+    """One request has log-probabilities of its answer, one also of its prompt, one has none."""
     bodies: list[dict[str, Any]] = [
         {"text": words(40, 90), "return_logprob": True, "top_logprobs_num": 2},
         {"text": words(40, 91), "return_logprob": True, "logprob_start_len": 0},
@@ -158,7 +158,7 @@ async def test_log_probabilities_stay_the_same_when_streams_ride_along(
             for number in range(len(bodies)):
                 group.start_soon(ask, number, begun := anyio.Event())
                 await begun.wait()
-            # Its first token is another one than those of the requests, which are in the cache.
+            # The requests' first token is in the cache. The stream begins with another token.
             stream = await client.open_stream(text=words(500, 93).removeprefix("The"))
             await client.append(stream.id, 0, text=words(30, 70)[3:], end=True)
             await wait_until_prefilled(client, stream.id, 528 - LAG)

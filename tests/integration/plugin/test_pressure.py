@@ -43,7 +43,7 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
     held = (await fetch_kv_state(client)).protected
     assert held > 3500
     requests, steps = 6, [0] * 6
-    # The number of requests that had begun when one of them reached its tenth step.
+    # For each request, how many requests had begun when it reached its tenth step.
     begun_at_tenth: list[int] = []
 
     async def ask(number: int) -> None:
@@ -59,7 +59,7 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
         for number in range(requests):
             group.start_soon(ask, number)
     assert steps == [300] * 6
-    # All had begun before any of them was ten steps ahead.
+    # All requests had begun before any request was ten steps ahead.
     assert min(begun_at_tenth) == requests
     after = await fetch_kv_state(client)
     assert after.gave_way > 0

@@ -33,7 +33,7 @@ ARGUMENTS = ["--page-size", "16", "--decode-log-interval", "1"]
 async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
     engines: LocalEngines, engine: LocalEngine, model: Path, words: Words
 ) -> None:
-    """Of those that decode, SGLang knows all tokens then, because they were not in that prefill."""
+    """SGLang then knows all tokens of requests that decode: they were not in that prefill."""
     newcomers = [_ask_for(words(200, 71 + number), 3) for number in range(5)]
     async with (
         start_special_engine(engines, model, *ARGUMENTS, environment=RIDING) as modelled,
@@ -43,7 +43,7 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
         before = len(_steps(modelled))
         async with decoding(http, _ask_for(words(60, 70), 2000)) as long:
             stream = await client.open_stream(text="The", ttl_seconds=300)
-            # So many tokens that some wait in each step.
+            # Enough tokens that some wait in each step.
             await client.append(stream.id, 0, text=words(6000, 80)[3:])
             answers = [await _ask(http, body) for body in newcomers]
         await client.delete_stream(stream.id)
@@ -66,8 +66,8 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     engines: LocalEngines, engine: LocalEngine, model: Path, words: Words
 ) -> None:
     """While there is a stream, prompts that are too long for one step take several."""
-    # All of these answers, in full, fit the pool beside a newcomer: SGLang 0.5.23 keeps that much
-    # for answers that do not end early.
+    # The pool has room for these answers in full and a newcomer. SGLang 0.5.23 reserves the full
+    # length of answers that do not end early.
     prompts = [words(60, 60 + number) for number in range(6)]
     newcomers = [_ask_for(words(900, 71 + number), 2, wanted={}) for number in range(4)]
     async with (
@@ -83,7 +83,7 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
             ]
             stream = await client.open_stream(text="The", ttl_seconds=300)
             answers = [await _ask(http, body) for body in newcomers]
-            # Those who leave are decoded for until the engine notices.
+            # After its client has left, an answer is decoded until the engine notices.
             written, steps = _meta(decodes[0])["completion_tokens"], _steps(modelled)[before:]
         await client.delete_stream(stream.id)
         await wait_until_idle(client)
@@ -143,7 +143,7 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> _Answer:
 
 
 async def _ask_alone(engine: LocalEngine, bodies: list[dict[str, Any]]) -> list[_Answer]:
-    """Ask one after the other, an engine in which nothing rides and that is not slowed down."""
+    """Ask one after the other an engine where nothing rides along, and that is not slowed down."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         return [await _ask(http, body) for body in bodies]
 

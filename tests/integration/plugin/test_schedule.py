@@ -21,14 +21,14 @@ Words = Callable[[int, int], str]
 
 @pytest.fixture(scope="module")
 async def one_at_a_time(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """An engine with shortest job first and priorities, on which requests run one at a time."""
+    """An engine with shortest job first and priorities that runs one request at a time."""
     alone = ["--max-running-requests", "1", "--enable-priority-scheduling"]
     async with start_special_engine(engines, model, *alone, "--flashmoa-schedule", "sjf") as engine:
         yield engine
 
 
 async def order_of_ends(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the order in which requests end that have waited together for another one."""
+    """Let requests wait together for another request; return their names in order of their ends."""
     done: list[str] = []
 
     async def ask(name: str, body: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ PAIRS = 8
 
 
 class Case:
-    """Pairs of requests in which the second one's prompt has the first one's answer.
+    """Pairs of requests. The second request's prompt has the first request's answer.
 
     Args: adapters: the LoRA adapters that the pairs use in turn; ``None`` is the plain model.
     """

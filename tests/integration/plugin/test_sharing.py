@@ -122,7 +122,7 @@ async def test_tokens_that_a_batch_shares_are_computed_once_and_counted(
     avoided = (await fetch_kv_state(client)).duplicates_avoided - before
     assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)
     # If they wait for each other, most shared tokens are cached before they are counted. A request
-    # for which a chunk has no room would wait without the plugin, too.
+    # that finds no room in a chunk would wait without the plugin, too.
     in_chunks = request.node.callspec.params["engine"] == "chunks"
     assert avoided >= (CHUNK if in_chunks else 2 * SHARED)
 

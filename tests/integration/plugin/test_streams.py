@@ -153,7 +153,7 @@ async def test_a_request_behind_a_front_end_that_drops_the_id_finds_its_stream_b
     await complete_stream(client, opened.id)
     shorter = await client.open_stream(input_ids=ids[:100])
     body = {"input_ids": [*ids, 7], "sampling_params": {"max_new_tokens": 1}}
-    # One that is as long as it, but for another tenant, is not taken.
+    # Another tenant's request with the same prompt does not use the stream.
     other = await http.post("/generate", json={**body, "extra_key": "other"})
     assert other.json()["meta_info"]["cached_tokens"] == 0
     answer = await http.post("/generate", json=body)
@@ -166,7 +166,7 @@ async def test_a_request_behind_a_front_end_that_drops_the_id_finds_its_stream_b
     assert figures is not None and figures.prompt_stream.status == "hit"
     assert (figures.cached_tokens, figures.streamed_tokens, figures.late_tokens) == (300, 300, 1)
     assert await client.delete_stream(opened.id) is None
-    # One that has not ended may still grow.
+    # A stream that has not ended may still grow.
     assert (await http.get(f"/prompt_streams/{shorter.id}")).json()["in_use"] is False
     assert await client.delete_stream(shorter.id) is None
 

@@ -25,7 +25,7 @@ Words = Callable[[int, int], str]
 Turn = Callable[[httpx.AsyncClient, str, Body, list[Body]], Awaitable[list[Body]]]
 
 POOL = 4000
-# A random model writes what it must.
+# The pattern that a random model must write.
 CALL = (
     r"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>(Rome|Oslo)</arg_value>\n</tool_call>"
 )
@@ -65,7 +65,7 @@ async def post(http: httpx.AsyncClient, path: str, body: Body) -> list[Body]:
 def prefilled(engine: LocalEngine) -> int:
     """Return how many tokens the last prefill computed; not all answers of all releases tell.
 
-    SGLang may log it a step later, so that answers of one token may come before.
+    SGLang may log a prefill a step later, so that a one-token answer may come before the log.
     """
     *_, tokens = re.findall(r"Prefill batch.*#new-token: (\d+)", engine.log.read_text())
     return int(tokens)
@@ -112,7 +112,7 @@ async def ask_messages(
         **more,
     }
     uses: list[Body] = []
-    # There is no field by which a random model makes one call only, and it may never end.
+    # No field limits a random model to a single call, and its answer may never end.
     for _ in range(1 if answered else 50):
         events = await post(http, "/v1/messages", body)
         uses = _uses(events)
@@ -170,7 +170,7 @@ async def test_the_next_prompt_of_any_client_is_held_and_found(
     ask: Turn,
     stream: bool,
 ) -> None:
-    """Others fill the pool meanwhile, so that what is not held would be evicted."""
+    """Other prompts fill the pool meanwhile, so that a prompt that is not held would be evicted."""
     await client.flush_cache()
     turn = await ask(http, prompt := words(500, 1), {"stream": stream}, [])
     await wait_until_held(client)

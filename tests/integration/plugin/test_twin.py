@@ -39,7 +39,7 @@ SETTINGS = [
 
 
 class Agent:
-    """Grows the prompt of one request in a prompt stream, with mistakes, and sends the request.
+    """Grows the prompt of a request in a prompt stream, with mistakes, and sends the request.
 
     Args:
         arguments: the engine's further arguments.

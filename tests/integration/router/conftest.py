@@ -18,7 +18,7 @@ from tests.integration.router.serving import serve
 
 @asynccontextmanager
 async def serve_router(options: RouterOptions | ShellOptions) -> AsyncGenerator[httpx.AsyncClient]:
-    """Serve a router on a real socket; yield a client of it."""
+    """Serve a router on a real socket; yield its client."""
     app = shell_application(options) if isinstance(options, ShellOptions) else application(options)
     async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         yield client
@@ -37,9 +37,9 @@ async def router(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of engines that publish KV events, for which SGLang compiles a hash function.
+    """The environment of engines that publish KV events: SGLang compiles a hash function for them.
 
-    It compiles in a new folder, because an engine that is killed while it compiles leaves a lock
-    for which torch would wait without end.
+    It compiles in a new folder, because an engine that is killed while it compiles leaves a lock,
+    and torch would wait for this lock without end.
     """
     return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("torch-extensions"))}

@@ -68,7 +68,7 @@ def read(agent: str) -> dict[str, Any]:
 
 
 class PlannerAndReader:
-    """Two chats, of which the second one reads the answer of the first one between two texts."""
+    """Two chats. The second chat reads the answer of the first chat between two texts."""
 
     def __init__(self, words: Callable[[int, int], str], seed: int) -> None:
         self._plan = words(200, seed)

@@ -132,7 +132,7 @@ async def restart(
     with anyio.fail_after(60):
         while old.is_running():  # noqa: ASYNC110 - there is no event for it
             await anyio.sleep(0.05)
-    # Once the router knew of the drain, it sent nothing more there: what was running has ended.
+    # After the router knew of the drain, it sent the engine nothing: only running requests ended.
     ended = await metric(router, sent)
     assert ended <= before + 2 * WORKERS
     port = old.url.rpartition(":")[2]
@@ -145,7 +145,7 @@ async def restart(
 
 
 async def check_unlinked(client: EngineClient, load: Load) -> None:
-    """Check that the answers are those of requests without links, one after the other."""
+    """Check that requests without links, one after the other, have the same answers."""
     for seed, answers in load.answers.items():
         draft = await ask(client, load.write(seed), 80)
         assert answers == {(draft, await ask(client, load.read(seed, draft), 12))}

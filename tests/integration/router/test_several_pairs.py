@@ -112,7 +112,7 @@ async def test_mixture_over_three_pairs_equals_one_over_plain_engines(
                     if agent.engine == client.url and agent.usage is not None
                 )
                 assert after[name] - before[name] == pytest.approx(prompts)
-    # Each of three aggregators reads 300 tokens of answers, of which the last ones may come late.
+    # Each of three aggregators reads 300 tokens of answers. The last tokens may come late.
     assert cached["text"] > cached["nothing"] + 3 * 100
     for pair in pairs.values():
         async with EngineClient(pair.prefill.url) as prefill:

@@ -96,7 +96,7 @@ async def test_rerank_asks_the_documented_question(
     assert other["results"] != found["results"]
 
 
-# What the clients of these names send, and what they read.
+# The bodies that these clients send, and the fields that they read.
 async def test_rerank_serves_the_clients_of_cohere_and_jina(http: httpx.AsyncClient) -> None:
     cohere_v2 = {"model": "m", "query": "lake", "documents": DOCUMENTS, "top_n": 2}
     langchain = {**cohere_v2, "max_tokens_per_doc": None, "priority": None}

@@ -142,7 +142,7 @@ async def test_engines_without_streams_measure_no_costs(tmp_path: Path) -> None:
 async def play_stages(
     folder: Path, patch: pytest.MonkeyPatch, *stages: tuple[float, Callable[[Run], Any]]
 ) -> tuple[int, dict[str, Any]]:
-    """Play stages with these limits in seconds; return the status and the findings."""
+    """Play stages, each with a limit in seconds and an action; return the status and findings."""
     for number, (limit, action) in enumerate(stages):
         stage = SimpleNamespace(about="", limit=limit, play=action)
         patch.setitem(STAGES, str(number), stage)

@@ -61,7 +61,7 @@ def test_a_rate_has_an_interval_that_shrinks_with_more_questions() -> None:
     one, other = summarise({"few": few, "many": few * 100, "none": []}, answers, 0)
     assert one.rate == other.rate == 0.5 and (one.judged, one.failed) == (3, 1)
     assert one.low < other.low < 0.5 < other.high < one.high
-    # The standard error of 300 questions is 0.024, and 90 % are within 1.645 of it.
+    # With 300 questions, the standard error is 0.024; 90 % lie within 1.645 standard errors.
     assert other.high - other.low == pytest.approx(2 * 1.645 * 0.0236, rel=0.15)
     [sure] = summarise({"sure": [[1.0]] * 5}, {"sure": ["a"] * 5}, 0)
     assert sure.low == sure.rate == sure.high == 1.0

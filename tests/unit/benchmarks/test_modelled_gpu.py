@@ -93,9 +93,10 @@ def nvidia_rows(gpu: str, kind: str) -> dict[tuple[int, ...], float]:
 def errors_behind_prefixes(gpu: str) -> dict[str, list[float]]:
     """Return modelled over NVIDIA's times of attention kernels, less 1, where rows do equal work.
 
-    Decodes: 8 requests with a KV head each, and N times as many query heads, compare the same
-    queries with as much KV as N tokens of one request with 8 KV heads. Prompts: one as long as the
-    prefix, with fewer heads, compares as many pairs. The package is without this project's part.
+    Decodes: N tokens of a request with 8 KV heads do the work of 8 requests with a single KV head
+    each and N times the query heads: equal queries, equal KV. Prompts: a prompt as long as the
+    prefix, with fewer heads, compares the same number of pairs of tokens. The package's times lack
+    this project's part.
     """
     decodes, prompts = nvidia_rows(gpu, "generation"), nvidia_rows(gpu, "context")
     errors: dict[str, list[float]] = defaultdict(list)

@@ -16,7 +16,7 @@ LAYERS, FORWARD = 31, 64
 
 
 def play(forwards: int, seed: int = 0, **changes: Any) -> Simulation:
-    """Compute forwards of one second, each with one prompt, on each replica."""
+    """Compute forwards that take a second, each with one prompt, on each replica."""
     setting = replace(Setting(LAYERS, forward=FORWARD, spread=0.0), **changes)
     prompts = [(0.0, token_blocks([n] * FORWARD)) for n in range(forwards * setting.replicas)]
     simulation = Simulation(setting, prompts, lambda _: 1.0, TOKENS, seed)
@@ -52,7 +52,7 @@ def test_without_hits_a_forward_takes_as_long_as_its_copies() -> None:
 
 
 def test_slow_copies_bring_replicas_into_step() -> None:
-    """A replica that finds little is slow, until the others come past and share what they have."""
+    """A replica that finds few staged layers is slow until the others reach it and share theirs."""
     free = play(10, sections=6)
     bound = play(10, sections=6, host=0.4 / LAYERS, peer=0.05 / LAYERS)
     assert hit_rate(bound) > 2 * hit_rate(free)

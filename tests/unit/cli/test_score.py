@@ -19,7 +19,7 @@ SCORES = '{"line": 1, "candidates": []}\n'
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Write an input of one line, and an output; return the arguments for them."""
+    """Write an input with one line, and an output; return the arguments for these files."""
     source, out = tmp_path / "input.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"context": "One", "candidates": [" two"]}\n')
     out.write_text(SCORES)

@@ -48,7 +48,7 @@ class Worker(EngineClient):
 
 
 class Dynamo:
-    """A front end with these instances. It places prompts on a chosen instance.
+    """A front end with the given instances. It places prompts on a chosen instance.
 
     Attributes:
         fails: the errors that requests raise, by path.

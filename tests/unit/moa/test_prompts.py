@@ -122,7 +122,7 @@ def test_chunks_grow_up_to_the_largest_chunk() -> None:
     [
         # One token a part, whatever the number of its characters.
         ([1] * 14, [2, 4, 8, 0]),
-        # A part stays whole: the chunk has the part in which its last token arrives.
+        # A part stays whole: a chunk ends with the part that brings the chunk's last token.
         ([3, 3, 1, 9, 1], [1, 2, 1, 1]),
         # The last character of two tokens is a part after the token's first half.
         ([1, 0, 1, 4], [3, 1, 0]),

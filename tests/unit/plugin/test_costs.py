@@ -74,7 +74,7 @@ def test_steps_are_interpolated() -> None:
     costs = Costs(((1, 0.01), (1001, 0.11)), 0.5, mixed)
     assert costs.decode(5) == pytest.approx(0.02)
     assert costs.added(1, 32) == pytest.approx(0.005)
-    # The measured step of one request replaces ``decode_step``.
+    # The measured step with a single request replaces ``decode_step``.
     assert costs.decode(1) == pytest.approx(0.01)
     assert costs.decode_weight == pytest.approx(100)
 

@@ -194,7 +194,10 @@ async def test_settings_are_multiplied_by_ranks(
 async def test_measured_forwards_fill_an_engine(
     told: dict[str, Any], hidden: tuple[int, int], forward: tuple[int, int]
 ) -> None:
-    """Two ranks have twice the work of one. Transfers are hidden with fewer tokens or more."""
+    """Two ranks have twice the work of a single rank.
+
+    Hiding the transfers takes fewer or more tokens than the largest forward has.
+    """
     for rule, (work, tokens) in ((Rule.HIDDEN, hidden), (Rule.FORWARD, forward)):
         rig = Rig(rule, one=RANKS)
         rig.plugin = {"largest_forward": 100, "costs": {"decode_step": 1.0}, **told}

@@ -166,8 +166,8 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     def write(results: Sequence[int]) -> None:
         nonlocal count
         count += len(results)
-        # Memory that grows with the lines grows during their last quarter, too. Tracing all of
-        # them would be slow.
+        # Memory that grows with the lines grows during their last quarter, too. Tracing all lines
+        # would be slow.
         if count >= LINES * 3 / 4 and not tracemalloc.is_tracing():
             tracemalloc.start()
 

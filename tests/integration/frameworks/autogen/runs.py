@@ -75,7 +75,7 @@ class FinishedCall:
 
 
 def finished_calls(events: Iterable[Event]) -> list[FinishedCall]:
-    """Return the calls that were finished, in the order in which they finished."""
+    """Return the finished calls, in the order of their ends."""
     outcomes: list[FinishedCall] = []
     for call in calls(events):
         if (end := call.finished) is None:
@@ -103,7 +103,7 @@ class Run:
 
 
 def events_of(events: Iterable[Event], kind: type[Event], agent: str | None = None) -> list[Any]:
-    """Return the events of a kind: those of an agent, or all."""
+    """Return the events of a kind: an agent's events, or all."""
     return [e for e in events if isinstance(e, kind) and (agent is None or e.agent == agent)]
 
 

@@ -120,7 +120,7 @@ def filtered_fan(client: Client) -> BaseGroupChat:
 
 
 def conditional(client: Client) -> BaseGroupChat:
-    """Make a team in which one of two agents follows the writer, depending on its text."""
+    """Make a team whose writer's text decides which of two agents follows."""
     conditions = {
         (0, 1): lambda m: len(m.to_text()) % 2 == 0,
         (0, 2): lambda m: len(m.to_text()) % 2 == 1,

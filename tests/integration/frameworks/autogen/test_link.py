@@ -34,7 +34,7 @@ def chain(clients: tuple[Client, Client], guide: str, turns: int = 4) -> RoundRo
 async def test_a_summary_on_another_engine_is_prefilled_while_the_others_write(
     engine: LocalEngine, downstream: LocalEngine, guide: str
 ) -> None:
-    """Watching links nothing, and warming sends no text of those that write."""
+    """Watching links nothing, and warming sends no text of agents that are writing."""
     async with connected(engine, downstream, max_tokens=12) as (first, second):
         pair = first, second
         unlinked, warmed, linked = [

@@ -45,10 +45,10 @@ class Kind:
     """A kind of team.
 
     Attributes:
-        first: the agents of whose first call nothing can be known before.
+        first: agents whose first call cannot be predicted.
         include: agents of user-defined classes to link.
         never: agents that are not linked.
-        make_script: makes the script of one run.
+        make_script: makes the script of a run.
     """
 
     build: Build
@@ -114,7 +114,7 @@ async def test_every_linkable_call_is_predicted_and_nothing_changes(
 
 
 async def answer(client: Client, messages: list[tuple[str, str]], name: str) -> tuple[str, str]:
-    """Return an agent's answer to these messages, outside of any team."""
+    """Return an agent's name, and its answer to ``messages`` outside any team."""
     given = [TextMessage(content=text, source=source) for source, text in messages]
     response = await agent(client, name).on_messages(given, CancellationToken())
     return name, response.chat_message.to_text()
@@ -155,7 +155,7 @@ TWO = {"alice": ["bob"], "bob": ["alice"]}
 async def test_handoff_targets_are_linked_up_to_the_handoff(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, extra: Any
 ) -> None:
-    """What comes next to a handoff, a thought or another tool's result, is not mispredicted."""
+    """A thought or another tool's result beside a handoff is not mispredicted."""
 
     def answer_to(request: dict[str, Any]) -> Any:
         handoff = (f"transfer_to_{TWO[speaker(request)][0]}", {})
@@ -177,9 +177,9 @@ async def test_handoff_targets_are_linked_up_to_the_handoff(
     message = UserMessage(
         content="Transferred to alice, adopting the role of alice immediately.", source="bob"
     )
-    # All before the handoff's message was prefilled, except for the template's tokens around it and
-    # those that are too few for a forward. The first target's prompt, no part of
-    # which is cached, may be left, because streams on a CPU may wait for the end of decodes.
+    # All tokens before the handoff's message were prefilled, except for the template's tokens
+    # around this message and tokens that are too few for a forward. The first target's prompt may
+    # be left: nothing of this prompt is cached, and streams on a CPU may wait for decodes to end.
     left = 16 + LAG + await anyio.to_thread.run_sync(model_client.count_tokens, [message])
     late = [call.late_tokens for call in calls[2:] if call.status == "hit"]
     assert max(late) <= left
@@ -237,7 +237,7 @@ Edges = list[tuple[int, int]]
 
 @pytest.fixture
 async def speeds(engine: LocalEngine) -> AsyncGenerator[list[Client]]:
-    """Yield clients, each of which takes longer to answer than the one before."""
+    """Yield clients; each takes longer to answer than the previous client."""
     clients = [make(engine, max_tokens=tokens) for tokens in (3, 8, 20, 45)]
     yield clients
     for client in clients:
@@ -261,7 +261,7 @@ def graphs(draw: st.DrawFn) -> Edges:
 async def test_any_graph_at_any_speed_is_predicted(
     speeds: list[Client], guide: str, edges: Edges, seed: int, filters: bool
 ) -> None:
-    """Messages come in the order in which agents finish, or in the filter's: both are predicted."""
+    """Messages come in the order of the agents' ends or in the filter's: both are predicted."""
     dice = random.Random(seed)
     names = [f"a{number}" for number in range(1 + max(end for _, end in edges))]
     members: list[Any] = [

@@ -100,7 +100,7 @@ def logged() -> Iterator[list[Any]]:
 async def test_autogens_log_events_have_streamed_tokens(
     engine: LocalEngine, downstream: LocalEngine, guide: str, logged: list[Any], stream: bool
 ) -> None:
-    """The writer has an engine of its own, in which streams need not wait for decodes."""
+    """The writer has an engine of its own. Streams there need not wait for decodes."""
     async with connected(engine, downstream, max_tokens=64) as clients:
         events = (await run_team(pair(clients, guide, stream=stream), "Go.")).events
     kind = LLMStreamEndEvent if stream else LLMCallEvent

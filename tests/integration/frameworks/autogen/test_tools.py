@@ -32,15 +32,15 @@ from tests.integration.scripted import call_until, script
 from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
 from tests.waiting import until
 
-# How many tokens may be left for a request of which all but a short result was known.
+# Most tokens left to compute for a request, if only a short result in it was not known before.
 FEW = LAG + 64
 LOOK = ("look", {"place": "lake"})
 
 
 class Watch:
-    """Lets the tools of a linked team wait for what becomes of its links.
+    """Lets the tools of a linked team wait for events of the team's links.
 
-    In an unlinked team, nothing is waited for.
+    The tools of an unlinked team do not wait.
     """
 
     def __init__(self, client: Client, *, is_linked: bool = True) -> None:
@@ -52,7 +52,7 @@ class Watch:
 
     @property
     def own_links(self) -> list[LinkOpened]:
-        """The links to what agents ask after their tools."""
+        """The links to the requests that agents send after their tools."""
         opened = events_of(self.events, LinkOpened)
         return [event for event in opened if event.upstream and event.upstream[0].endswith(")")]
 
@@ -69,8 +69,8 @@ class Watch:
         """Wait until the latest link to an own request has KV for nearly all that is certain.
 
         Args:
-            tokens: at least how many tokens are certain.
-            links: which one it is.
+            tokens: least number of certain tokens to wait for.
+            links: number of links to own requests to wait for.
 
         Return the number of tokens that are certain.
         """
@@ -96,7 +96,7 @@ class Watch:
         return RoundRobinGroupChat([self.member(**options)], max_turns=1)
 
     def read(self, **options: Any) -> BaseGroupChat:
-        """Make a team with a reader of what the agent with tools says."""
+        """Make a team whose second agent reads the text of the agent with tools."""
         members = [self.member(**options), agent(self.client, "two")]
         return RoundRobinGroupChat(members, max_turns=2)
 
@@ -263,7 +263,7 @@ async def test_nothing_is_held_if_the_agent_will_not_ask_again(
     def build(watch: Watch) -> BaseGroupChat:
         async def look(place: str) -> str:
             """Look at a place."""
-            # The reader of the result has its link before; that of its caller would come now.
+            # The link to the reader opens first. A link to the caller's request would open now.
             await watch.until(lambda: bool(events_of(watch.events, LinkOpened)))
             await anyio.sleep(0.05)
             return f"A fine {place}."
@@ -320,7 +320,7 @@ async def test_what_is_held_is_given_back_if_the_request_does_not_come(
 ) -> None:
     script(monkeypatch, call_until(1, LOOK))
     # AutoGen waits for ever for a tool that is cancelled or raises. In an event loop of its own,
-    # what it leaves ends with the loop.
+    # the tasks that AutoGen leaves end with the loop.
     play = partial(asyncio.run, asyncio.wait_for(lose_request(engine, how), 60))
     reasons = await anyio.to_thread.run_sync(play)
     assert reasons == ["closed" if how == "closed" else "abort"]

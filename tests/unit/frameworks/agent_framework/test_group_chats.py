@@ -80,7 +80,7 @@ def by_manager(client: FlashMoAChatClient, **more: Any) -> Workflow:
 
 
 def decisions(order: str) -> Any:
-    """Return a script in which the manager chooses the agents in this order, and then ends."""
+    """Return a script: the manager chooses the agents in this order, and then ends the chat."""
     chosen = iter(order)
 
     def write(name: str, number: int, body: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ def handoff(
 
 
 def hand_on(calls: int, beside: str = "Next, {name}.") -> Script:
-    """Return a script in which each agent hands off to the next one, until a number of calls."""
+    """Return a script: each agent hands off to the next agent, until ``calls`` calls are made."""
     made: Counter[str] = Counter()
 
     def write(name: str, number: int, body: Mapping[str, Any]) -> Any:

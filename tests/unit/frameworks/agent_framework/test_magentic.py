@@ -51,7 +51,7 @@ def ledger(speaker: str | None, *, stalled: bool = False) -> str:
 
 
 def ledgers(order: str) -> Script:
-    """Return a script in which the manager chooses the agents in this order; ``!`` is a stall."""
+    """Return a script: the manager chooses the agents in this order; ``!`` is a stall."""
     chosen: Iterator[str] = iter(order)
 
     def write(name: str, number: int, body: Mapping[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def ended_stream(table: StreamTable, ids: Sequence[int], **fields: Any) -> Promp
 
 
 def buffered_stream(table: StreamTable, tokens: list[int], **fields: Any) -> PromptStream:
-    """Open a stream of text with these tokens. The last one is not certain."""
+    """Open a stream of text with these tokens. The last token is not certain."""
     certain = tokens[:-1]
     buffer: Any = SimpleNamespace(certain_tokens=len(certain), tokens=array("q", certain))
     buffer.encode_piece, buffer.whole_text = lambda *_: tokens, ""

@@ -106,7 +106,7 @@ def opening(stream: str) -> Any:
 def new_tokens(
     stream: str, tokens: Sequence[int], *, grows: bool = True, ended: bool = False
 ) -> StreamTokens:
-    """Make the message with new tokens of one stream, and its end if ``ended``."""
+    """Make the message with new tokens of a stream, and the stream's end if ``ended``."""
     ids = ((stream, array("q", tokens).tobytes(), grows),) if tokens else ()
     return StreamTokens(ids, (stream,) if ended else ())
 

@@ -77,7 +77,7 @@ def test_budgets_have_all_allowed_sizes(costs: Costs, itl_budget: float, decodes
     sizes = sorted({size for each in STEP_SIZES for size in (each, below + each) if size > decodes})
     step = costs.decode(decodes)
     added = {size: costs.added(decodes, size - decodes) for size in sizes}
-    # A mixed token costs at most 1.1 times as much as a token of a large forward.
+    # A mixed token costs at most 1.1 times a token of a large forward.
     rate = 1.1 * costs.per_token_at_best
     allowed = [
         size

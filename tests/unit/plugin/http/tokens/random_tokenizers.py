@@ -39,7 +39,7 @@ EXPRESSIONS = [
     r"ab|a",
 ]
 STRINGS = [" ", "a", "ab", ".", "``", "\u0301", "▁", "é", "  "]
-# Expressions of one character, and their replacements.
+# Expressions that match a single character, and their replacements.
 CLASSES = [
     " ",
     "a",

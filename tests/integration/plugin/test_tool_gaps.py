@@ -160,6 +160,48 @@ if installed().startswith("0.5.12"):
     del ROUTES["responses"]  # It takes no functions there, without the plugin, too.
 
 
+# These come first: prompts that other tests leave held would want the same room.
+@pytest.mark.parametrize("tools", [True, False], ids=["no call", "no tools"])
+async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
+    http: httpx.AsyncClient, client: EngineClient, words: Words, tools: bool
+) -> None:
+    """Streams need no other request to be prefilled as a whole."""
+    await client.flush_cache()
+    messages = [{"role": "user", "content": words(2500, 9)}]
+    weather = {"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}
+    chat = {"messages": messages, **({"tools": [weather]} if tools else {})}
+    (own,) = await post(http, "/prompt_streams", chat)
+    body = {**chat, "prompt_stream_id": own["id"], "regex": "It rains!", "max_tokens": 100}
+    (answer,) = await post(http, "/v1/chat/completions", body)
+    assert answer["usage"]["prompt_stream"]["status"] == "hit"
+    (other,) = await post(http, "/prompt_streams", {"text": words(POOL - 500, 10)})
+    with anyio.fail_after(30):
+        while other["prefilled_tokens"] < other["received_tokens"]:
+            other = (await http.get(f"/prompt_streams/{other['id']}")).json()
+    await http.delete(f"/prompt_streams/{other['id']}")
+
+
+async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
+    engine: LocalEngine, http: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    """The whole pool is there for a request that needs it, and nothing is left in the end."""
+    before = (await fetch_kv_state(client)).gave_way
+    turn = await ask_chat(http, prompt := words(500, 4), {}, [])
+    await wait_until_held(client)
+    held = (await fetch_kv_state(client)).protected
+    await client.prefill_only(text=words(POOL - 200, 5))
+    assert (await fetch_kv_state(client)).gave_way > before
+    assert (await client.info()).prompt_streams == 1
+    with anyio.fail_after(30):
+        while (await fetch_kv_state(client)).protected < held:  # noqa: ASYNC110
+            await anyio.sleep(0.01)  # Once the room is there again, so is the prompt.
+    await ask_chat(http, prompt, {}, turn)
+    assert prefilled(engine) < 30
+    await ask_chat(http, words(500, 6), {}, [])
+    await wait_until_held(client)
+    assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 30 s.
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("ask", ROUTES.values(), ids=ROUTES)
 async def test_the_next_prompt_of_any_client_is_held_and_found(
@@ -261,46 +303,6 @@ async def test_an_answer_without_calls_leaves_nothing(
     cut = {**body, "regex": CALL, "tools": tools, "max_tokens": 10}
     await post(http, "/v1/chat/completions", cut)
     assert (await wait_until_idle(client)).pinned_streams == 0
-
-
-@pytest.mark.parametrize("tools", [True, False], ids=["no call", "no tools"])
-async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
-    http: httpx.AsyncClient, client: EngineClient, words: Words, tools: bool
-) -> None:
-    """Streams need no other request to be prefilled as a whole."""
-    await client.flush_cache()
-    messages = [{"role": "user", "content": words(2500, 9)}]
-    weather = {"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}
-    chat = {"messages": messages, **({"tools": [weather]} if tools else {})}
-    (own,) = await post(http, "/prompt_streams", chat)
-    body = {**chat, "prompt_stream_id": own["id"], "regex": "It rains!", "max_tokens": 100}
-    (answer,) = await post(http, "/v1/chat/completions", body)
-    assert answer["usage"]["prompt_stream"]["status"] == "hit"
-    (other,) = await post(http, "/prompt_streams", {"text": words(POOL - 500, 10)})
-    with anyio.fail_after(30):
-        while other["prefilled_tokens"] < other["received_tokens"]:
-            other = (await http.get(f"/prompt_streams/{other['id']}")).json()
-    await http.delete(f"/prompt_streams/{other['id']}")
-
-
-async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
-    engine: LocalEngine, http: httpx.AsyncClient, client: EngineClient, words: Words
-) -> None:
-    """The whole pool is there for a request that needs it, and nothing is left in the end."""
-    before = (await fetch_kv_state(client)).gave_way
-    turn = await ask_chat(http, prompt := words(500, 4), {}, [])
-    await wait_until_held(client)
-    await client.prefill_only(text=words(POOL - 200, 5))
-    assert (await fetch_kv_state(client)).gave_way > before
-    assert (await client.info()).prompt_streams == 1
-    with anyio.fail_after(30):
-        while (await fetch_kv_state(client)).protected < 500:  # noqa: ASYNC110
-            await anyio.sleep(0.01)  # Once the room is there again, so is the prompt.
-    await ask_chat(http, prompt, {}, turn)
-    assert prefilled(engine) < 30
-    await ask_chat(http, words(500, 6), {}, [])
-    await wait_until_held(client)
-    assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 30 s.
 
 
 async def test_a_request_of_another_tenant_does_not_use_what_is_held(

@@ -314,10 +314,7 @@ class EngineClient:
         return not is_behind(stream_id) or await self._front_end.lists(stream_id)
 
     async def keep_alive(self, stream_id: str) -> StreamState:
-        """Restart the ``ttl_seconds`` of a prompt stream, as an append does.
-
-        Raises: PluginMissing if the plugin is older than this route.
-        """
+        """Restart the ``ttl_seconds`` of a prompt stream, as an append does."""
         return await self._ask_stream("POST", stream_id, "/keep_alive")
 
     async def stream_state(self, stream_id: str) -> StreamState:

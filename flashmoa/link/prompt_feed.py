@@ -376,8 +376,6 @@ class PromptFeed(Feed):
         except (StreamGone, StreamUnknown):
             if not self._stopped:
                 raise
-        except PluginMissing:
-            self._ttl = float("inf")  # This version of the plugin cannot keep streams alive.
         except EngineError as error:
             logger.debug("Stream %s could not be kept alive: %s", self.stream_id, error)
         self._postpone_keep_alive()

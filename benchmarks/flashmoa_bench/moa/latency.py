@@ -287,7 +287,9 @@ def _compute(
         overlaps=way.plugin, early_exit=early_exit, embedding=embedding,
     )  # fmt: skip
     mixture.run()
-    asked = Counter(f"{layer} {size}" for layer, row in enumerate(way.sizes, 1) for size in row)
+    asked = dict(
+        Counter(f"{layer} {size}" for layer, row in enumerate(way.sizes, 1) for size in row)
+    )
     read = [answer for answer in mixture.layers[1] if not answer.is_left_out]
     return LatencyAnswer(
         way.name,
@@ -298,7 +300,7 @@ def _compute(
         second=fmean(answer.end - mixture.begun(answer) for answer in read),
         written=sum(answer.written for row in mixture.layers for answer in row),
         asked=asked,
-        left=mixture.left_out(),
+        left=dict(mixture.left_out()),
         decisions=[],
         deciding=None,
     )

@@ -76,13 +76,6 @@ class _Answer:
         return is_alike and self.history is other.history
 
 
-@dataclass(frozen=True)
-class WorkflowSettings(LinkSettings):
-    """Says how a workflow is linked; see :func:`flashmoa.agent_framework.link`."""
-
-    kv_share: float = 0.5
-
-
 def is_chat(workflow: Workflow) -> bool:
     kinds = (BaseGroupChatOrchestrator, HandoffAgentExecutor)
     return any(isinstance(each, kinds) for each in workflow.executors.values())
@@ -112,10 +105,11 @@ class ChatLinkPlanner(LinkPlanner):
         self,
         workflow: Workflow,
         orchestrator: BaseGroupChatOrchestrator | None,
-        settings: WorkflowSettings,
+        settings: LinkSettings,
         listener: Listener,
+        kv_share: float,
     ) -> None:
-        super().__init__(listener, settings, kv_share=settings.kv_share)
+        super().__init__(listener, settings, kv_share=kv_share)
         self._workflow = workflow
         self._orchestrator: Any = orchestrator
         self._is_magentic = isinstance(orchestrator, MagenticOrchestrator)

@@ -37,7 +37,6 @@ from flashmoa.frameworks import (
 )
 from flashmoa.frameworks.agent_framework.chats import (
     ChatLinkPlanner,
-    WorkflowSettings,
     find_orchestrator,
     is_chat,
 )
@@ -93,9 +92,9 @@ def link(
             f"only a Workflow can be linked, not a {type(workflow).__name__}; if it is a builder, "
             "build it first"
         )
-    settings, clients = WorkflowSettings(**options, kv_share=kv_share), _find_clients(workflow)
+    settings, clients = LinkSettings(**options), _find_clients(workflow)
     settings.check_agents(workflow.executors)
-    linked = WorkflowLink(workflow, clients, settings, listen_for(workflow, settings))
+    linked = WorkflowLink(workflow, clients, settings, listen_for(workflow, settings), kv_share)
     if reason := linked._planner.why_nothing_linked():
         logger.warning("link(workflow) links nothing: %s. Its agents run as usual.", reason)
     return linked
@@ -133,15 +132,16 @@ class WorkflowLink(LinkedTeam["WorkflowLinkPlanner | ChatLinkPlanner"]):
         self,
         workflow: Workflow,
         clients: Collection[FlashMoAChatClient],
-        settings: WorkflowSettings,
+        settings: LinkSettings,
         listener: Listener,
+        kv_share: float,
     ) -> None:
         self._workflow = workflow
         report = Report(listener)
         planner = (
-            ChatLinkPlanner(workflow, find_orchestrator(workflow), settings, report)
+            ChatLinkPlanner(workflow, find_orchestrator(workflow), settings, report, kv_share)
             if is_chat(workflow)
-            else WorkflowLinkPlanner(workflow, settings, report)
+            else WorkflowLinkPlanner(workflow, settings, report, kv_share)
         )
         observed = [each.linked_teams for each in clients]
         super().__init__(workflow, observed, planner, report, listener)
@@ -184,8 +184,10 @@ class WorkflowLinkPlanner(LinkPlanner):
         linkable: the agents that certainly read only texts of other agents.
     """
 
-    def __init__(self, workflow: Workflow, settings: LinkSettings, listener: Listener) -> None:
-        super().__init__(listener, settings)
+    def __init__(
+        self, workflow: Workflow, settings: LinkSettings, listener: Listener, kv_share: float
+    ) -> None:
+        super().__init__(listener, settings, kv_share=kv_share)
         self._workflow = workflow
         self._deliveries = {
             each.target: each

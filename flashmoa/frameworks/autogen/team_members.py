@@ -30,11 +30,9 @@ from autogen_core import AgentId
 
 from flashmoa._stack import owners
 from flashmoa.frameworks.autogen.calls import ToolAnswer, is_call_of
-from flashmoa.frameworks.autogen.client import FlashMoAChatCompletionClient
 from flashmoa.frameworks.autogen.dry_run import (
     DryRun,
     agent_dry_runs,
-    client_of,
     is_stock,
     manager_dry_run,
     own_request,
@@ -249,13 +247,6 @@ class TeamMembers:
             return len(received) - len(before)
 
         return count
-
-    def client(self, agent: str) -> FlashMoAChatCompletionClient:
-        """Return an agent's client. Raises: NotForecastable if it is not a FlashMoA client."""
-        client = client_of(self._participant(agent) or self._caller(agent))
-        if client is None:
-            raise NotForecastable("it has no FlashMoAChatCompletionClient")
-        return client
 
     def dry_runs(self, agent: str) -> list[DryRun]:
         """Return dry runs of an agent's next call.

@@ -3,7 +3,8 @@
 Each model has a GPU of its own, which runs one forward after another. Answers that are written
 together get a token each in a forward, whose time depends on their number and contexts. So this
 shows for long answers, which take hours on modelled engines, what trees and early exit save. HTTP
-and scheduling take no time here, and prompts have no words besides the question and the answers.
+and scheduling take no time here, KV pools have room for everything, and prompts have no words
+besides the question and the answers.
 """
 
 from __future__ import annotations

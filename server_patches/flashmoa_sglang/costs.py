@@ -133,9 +133,8 @@ class Costs:
 
     @property
     def per_token_at_best(self) -> float:
-        """Seconds per token of the largest measured forward, the most efficient one."""
-        tokens, seconds = self.points[-1]
-        return seconds / tokens
+        """Seconds per token of the most efficient measured forward."""
+        return min(seconds / tokens for tokens, seconds in self.points)
 
     @property
     def decode_weight(self) -> float:

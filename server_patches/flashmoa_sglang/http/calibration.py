@@ -157,6 +157,10 @@ class Measurement:
             # Steps of 128 decodes would take too long where 32 decodes double a step.
             if decodes == _DECODES[-2] and one and step and step > 2 * one:
                 break
+        # A machine may be slow for a while. If it was slow before the mixed steps, they seem cheap,
+        # and prefills would ride where that gains nothing.
+        for size in sizes[-2:] * _RUNS:
+            await self._forward(self._tokens(size))
         await self._read_context(sizes, min(most, _DECODES[-2]))
         return self._times.costs()
 

@@ -20,6 +20,7 @@ from flashmoa_sglang.http.calibration import Measurement, Times, calibrate, read
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed
 from flashmoa_sglang.messages import ForwardTimes, RequestMark
 from flashmoa_sglang.moe.saturation import LayerTimes, Saturation
+from flashmoa_sglang.scheduler.plan import Budget
 from flashmoa_sglang.sglang import hooks as plugin
 from flashmoa_sglang.sglang.releases import RELEASE
 
@@ -420,3 +421,17 @@ async def test_an_engine_with_a_file_measures_nothing(
     assert engine.costs == MEASURED and engine.saturation == SATURATED
     assert engine.waits_for == SATURATED.tokens
     assert not engine.marks
+
+
+async def test_an_engine_that_was_slow_at_first_lets_nothing_ride() -> None:
+    """On a CPU, a token costs as much beside a decode as in a forward of its own."""
+    slow = 1.3
+
+    def on_a_cpu(decodes: int, kv: int, tokens: int, pairs: int) -> float:
+        nonlocal slow
+        if decodes:
+            slow = 1.0
+        return slow * (0.08 + 0.0025 * tokens)
+
+    engine = await calibrated(seconds=on_a_cpu)
+    assert not Budget.of(engine.costs, 4.0, 1).rides

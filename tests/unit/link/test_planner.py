@@ -31,9 +31,8 @@ from flashmoa.link.expected import (
     first_request,
 )
 from flashmoa.link.link import Link
-from flashmoa.link.linked_call import LinkedCall
 from flashmoa.link.options import LinkSettings
-from flashmoa.link.planner import LinkPlanner
+from flashmoa.link.planner import LinkedCall, LinkPlanner
 from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt, Slot
 from flashmoa.link.reasons import NO_PLUGIN, OTHER_COURSE, OWN_TURN, UNEXPECTED
 from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.router.cache_tables import EngineTraits
-from flashmoa.router.flops import TOKENS, Measure, true_flops
+from flashmoa.router.flops import PROMPT_TOKENS, TOKENS, Measure, true_flops
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 from flashmoa.router.saturation import (
     ForwardSizes,
@@ -70,7 +70,8 @@ def test_equation_3_is_a_number_of_largest_forwards(needed: int, forwards: float
 
 def test_a_forwards_work_is_that_of_its_prompts() -> None:
     measure = Measure(linear=5, pair=2)
-    assert measure.forward_work(7, prompt=3) == 2 * measure.work(0, 3) + measure.work(0, 1)
+    whole = measure.work(0, PROMPT_TOKENS)
+    assert measure.forward_work(2 * PROMPT_TOKENS + 1) == 2 * whole + measure.work(0, 1)
     assert (TOKENS.forward_work(8192), TOKENS.forward_work(0)) == (8192, 0)
 
 
@@ -116,7 +117,7 @@ def test_an_engine_waits_for_nothing_that_the_router_withholds(
 def test_long_prompts_are_fewer_tokens_than_a_gate_waits_for() -> None:
     """One prompt of 40 tokens is more work than 60 tokens of short prompts."""
     measure = Measure(linear=1, pair=1)
-    full = FullLoad(work=measure.forward_work(60, prompt=4), tokens=60)
+    full = FullLoad(work=15 * measure.work(0, 4), tokens=60)
     routing = PrefixAware(block_tokens=SIZE)
     routing.join("engine", EngineTraits(measure, full))
     queue = [WaitingRequest(str(number), blocks([number] * 40)) for number in range(3)]

@@ -38,10 +38,6 @@ class TaskHost:
         self._cleanups: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
     def start(self, work: Work) -> None:
         """Run ``work()`` in the background. Exceptions are logged, not raised.
 

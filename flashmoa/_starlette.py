@@ -1,4 +1,4 @@
-"""Stop the work for an HTTP client that has disconnected.
+"""Read requests' bodies, and stop the work for an HTTP client that has disconnected.
 
 A separate module, since Starlette is an optional dependency.
 """
@@ -9,7 +9,19 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import anyio
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return a request's body. Raises: HTTPException if it is larger than ``max_bytes``."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            problem = f"the body is larger than {max_bytes} bytes; send a smaller request"
+            raise HTTPException(413, problem)
+    return bytes(body)
 
 
 @asynccontextmanager

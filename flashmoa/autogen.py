@@ -2,9 +2,9 @@
 
 from importlib import import_module
 
-from flashmoa._extras import FromExtra
+from flashmoa._extras import from_extra
 
-with FromExtra("autogen", __name__, "AutoGen"):
+with from_extra("autogen", __name__, "AutoGen"):
     for _module in ("autogen_agentchat.teams", "autogen_ext.models.openai"):
         import_module(_module)
 

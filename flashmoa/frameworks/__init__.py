@@ -64,10 +64,9 @@ from flashmoa.link.expected import (
     first_request,
 )
 from flashmoa.link.link import Link
-from flashmoa.link.linked_call import LinkedCall
 from flashmoa.link.linked_team import LinkedTeam, LinkedTeams, listen_for
 from flashmoa.link.options import LinkOptions, LinkSettings
-from flashmoa.link.planner import LinkPlanner
+from flashmoa.link.planner import LinkedCall, LinkPlanner
 from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt, Slot
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace

@@ -21,9 +21,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Unpack
 
-from flashmoa._extras import FromExtra
+from flashmoa._extras import from_extra
 
-with FromExtra("adk", "flashmoa.adk", "Google's ADK"):
+with from_extra("adk", "flashmoa.adk", "Google's ADK"):
     import openai
     from google.adk.agents import LlmAgent, LoopAgent, ParallelAgent, SequentialAgent
     from google.adk.agents.parallel_agent import _create_branch_ctx_for_sub_agent

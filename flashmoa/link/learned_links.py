@@ -21,9 +21,8 @@ from flashmoa.link.learned_runs import (
 )
 from flashmoa.link.learned_texts import Messages, end_at
 from flashmoa.link.limits import MAX_CALLS_AT_ONCE, Recent
-from flashmoa.link.linked_call import LinkedCall
 from flashmoa.link.options import LinkSettings
-from flashmoa.link.planner import LinkPlanner
+from flashmoa.link.planner import LinkedCall, LinkPlanner
 from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt
 from flashmoa.link.response_items import write_messages
 from flashmoa.observe import Listener

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 # upstream agents as they write them.
 Ahead = Literal["nothing", "known", "text"]
 
+# How long to wait for the downstream request once the prompt is complete; then the KV is released.
+UNUSED_SECONDS = 30.0
 _LATE, _PLAIN, _UNFINISHED = "too late", "plain engine", "unfinished"
 _WORKER_FAILURES = (EngineUnreachable, EngineTimeout, EngineDraining, StreamGone, StreamUnknown)
 
@@ -84,8 +86,6 @@ class Link:
         prompt: the agent's future prompt; feed it through :meth:`feed` and :meth:`close_slot`.
         agent: the downstream agent's name, for events.
         on_failure: the action when an upstream agent fails.
-        unused_seconds: how long to wait for the downstream request once the prompt is complete;
-            then the KV is released.
         namespace: the namespace of the downstream request's KV; by default the engine client's.
         expected_output_tokens: the likely length of the agent's answer, if it is known.
         expect: returns the likely length in tokens of an upstream agent's text, if it is known.
@@ -105,7 +105,6 @@ class Link:
         *,
         agent: str,
         on_failure: OnFailure = "abort",
-        unused_seconds: float = 30.0,
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
         expect: Callable[[str], int | None] = lambda _: None,
@@ -117,7 +116,6 @@ class Link:
         self.agent = agent
         self._names = _LinkNames(agent=agent, engine=engine.url)
         self._policy = FailurePolicy.of(on_failure)
-        self._unused_seconds = unused_seconds
         self._listener = contained(listener)
         self._namespace = namespace
         self._expect = expect
@@ -367,7 +365,7 @@ class Link:
         self._listener(event)
 
     async def _wait_for_request(self) -> None:
-        with anyio.move_on_after(self._unused_seconds):
+        with anyio.move_on_after(UNUSED_SECONDS):
             await self._feed.keep()
         self.has_expired = not self.is_over
         self.end("unused")

@@ -76,9 +76,6 @@ class Links:
     def __iter__(self) -> Generator[Link]:
         yield from [kept.link for kept in self._kept.values()]
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def why(self, agent: str) -> Unlinked | None:
         """Return why an agent has no link, if one was tried; else ``None``."""
         return self._unlinked.get(agent)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from flashmoa._extras import FromExtra
+from flashmoa._extras import from_extra
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.events import (
     ORDINARY_ENDS,
@@ -29,7 +29,7 @@ from flashmoa.observe.events import (
     LinkOpened,
 )
 
-with FromExtra("opentelemetry", __name__, "OpenTelemetry"):
+with from_extra("opentelemetry", __name__, "OpenTelemetry"):
     from opentelemetry import context, metrics, trace
 
 # Calls and links without an end would be kept for ever: beyond this number, the oldest are ended.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from flashmoa._extras import FromExtra
+from flashmoa._extras import from_extra
 
-with FromExtra("openai", __name__, "OpenAI's client"):
+with from_extra("openai", __name__, "OpenAI's client"):
     import openai
 
 from flashmoa.engine import EngineSettings

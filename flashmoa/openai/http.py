@@ -4,18 +4,25 @@ All requests of the client, its copies and the frameworks that use it pass throu
 HTTP client, below OpenAI's retry loop. Requests get headers; their bodies, answers, retries,
 exceptions and timeouts stay as they are. The text of a streamed answer is read as it passes. The
 text of a whole answer comes by the engine's channel (:class:`~flashmoa.link.hearing.CallChannel`).
+
+The same coroutines observe both kinds of HTTP clients. With a synchronous client
+(:class:`BlockingIO`) they never suspend: the calling thread does all input and output, and
+:func:`finish` runs the coroutine without an event loop.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Generator, Mapping
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import httpx
+from pydantic_core import from_json
 
 from flashmoa.engine.connections import keep_by_loop
 from flashmoa.engine.generation import is_event_stream
@@ -25,11 +32,15 @@ from flashmoa.link.answers import AnswerReader, ResponseReader
 from flashmoa.link.calls import CallObserver
 from flashmoa.link.hearing import unheard_id
 from flashmoa.link.response_items import as_chat
-from flashmoa.openai.io import BlockingIO, ObservedIO, Request, Response, finish, http_module
-from flashmoa.openai.requests import is_response, read_body
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+# OpenAI's client 3 is built on httpx2, earlier ones on httpx. Both have the same interface, but
+# share no types.
+Request: TypeAlias = Any
+Response: TypeAlias = Any
 OnText = Callable[[str], None]
 FindObserver = Callable[[Request, Mapping[str, Any]], CallObserver | None]
 
@@ -122,6 +133,34 @@ async def _send_observed(
     return response
 
 
+def read_body(request: Any) -> dict[str, Any] | None:
+    """Return the body of a chat completion or a request of the Responses API, else ``None``.
+
+    Args:
+        request: a request of httpx or httpx2.
+    """
+    is_chat = request.url.path.endswith("/chat/completions")
+    if request.method != "POST" or not (is_chat or is_response(request)):
+        return None
+    try:
+        body = _decode(request.content)
+    except (ValueError, RuntimeError):  # RequestNotRead: the body is made while it is sent.
+        return None
+    return cast("dict[str, Any]", body) if isinstance(body, dict) else None
+
+
+def is_response(request: Any) -> bool:
+    """Return whether a request for an answer is of the Responses API."""
+    return request.url.path.endswith("/responses")
+
+
+def _decode(content: bytes) -> object:
+    try:
+        return from_json(content)  # Several times as fast as ``json``.
+    except ValueError:  # It refuses half a surrogate pair.
+        return json.loads(content.decode())
+
+
 @contextmanager
 def _adding(headers: Mapping[str, str], request: Request) -> Generator[None]:
     """Add headers that a request lacks while it is sent: the program may send it again."""
@@ -156,6 +195,100 @@ def _contained(on_text: OnText) -> OnText:
                 logger.exception("An observer of a call failed; it gets no more of the call's text")
 
     return pass_on
+
+
+def http_module(request: Request) -> Any:
+    """Return the module of a request or response: httpx or httpx2."""
+    return sys.modules[type(request).__module__.partition(".")[0]]
+
+
+def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine that never suspends, and return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} has to wait for an event loop")
+
+
+class ObservedIO:
+    """Uses an asynchronous HTTP client of httpx or httpx2, as it is when this is made."""
+
+    def __init__(self, http: Any) -> None:
+        self._http = http
+        self._earlier: Callable[..., Any] | None = cast("dict[str, Any]", vars(http)).get("send")
+
+    async def send(self, request: Request, **options: Any) -> Response:
+        return await self._send(request, **options)
+
+    async def close(self, response: Response) -> None:
+        await response.aclose()
+
+    def watch(self, response: Response, answer: PassingAnswer) -> Any:
+        """Return the byte stream of a response, which tells ``answer`` the bytes that are read."""
+        base: Any = http_module(response).AsyncByteStream
+        stream = response.stream
+
+        class WatchedStream(base):  # httpx accepts no other iterators.
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                with _passing(answer):
+                    async for data in stream:
+                        # Observers get the text before the reader, who may act upon it.
+                        answer.feed(data)
+                        yield data
+
+            async def aclose(self) -> None:
+                answer.end()
+                await stream.aclose()
+
+        return WatchedStream()
+
+    def _send(self, request: Request, **options: Any) -> Any:
+        # A later patch of the class takes effect, as this looks the method up at each call.
+        send = self._earlier or partial(cast("Any", type(self._http)).send, self._http)
+        return send(request, **options)
+
+
+class BlockingIO(ObservedIO):
+    """Uses a synchronous HTTP client of httpx or httpx2; no coroutine suspends."""
+
+    async def send(self, request: Request, **options: Any) -> Response:
+        return self._send(request, **options)
+
+    async def close(self, response: Response) -> None:
+        response.close()
+
+    def watch(self, response: Response, answer: PassingAnswer) -> Any:
+        base: Any = http_module(response).SyncByteStream
+        stream = response.stream
+
+        class WatchedBlockingStream(base):
+            def __iter__(self) -> Iterator[bytes]:
+                with _passing(answer):
+                    for data in stream:
+                        answer.feed(data)
+                        yield data
+
+            def close(self) -> None:
+                answer.end()
+                stream.close()
+
+        return WatchedBlockingStream()
+
+
+@contextmanager
+def _passing(answer: PassingAnswer) -> Generator[None]:
+    """Tell ``answer`` how its bytes end, which are read in the block."""
+    try:
+        yield
+    except GeneratorExit:  # The reader has left.
+        answer.end()
+        raise
+    except BaseException as error:
+        answer.end(error)
+        raise
+    answer.complete()
 
 
 class PassingAnswer:

@@ -42,8 +42,7 @@ from flashmoa.link.options import LinkOptions, LinkSettings
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace
-from flashmoa.openai.http import FindObserver
-from flashmoa.openai.io import Request
+from flashmoa.openai.http import FindObserver, Request
 from flashmoa.openai.sent_requests import headers_now, read_request, settings_for
 
 logger = logging.getLogger(__name__)

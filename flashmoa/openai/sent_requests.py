@@ -15,7 +15,7 @@ from flashmoa.link.learned_links import SentInPlace
 from flashmoa.link.learned_runs import NOT_REMEMBERED, RecordedRequest
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.link.response_items import Message, read_messages, response_fields
-from flashmoa.openai.requests import is_response
+from flashmoa.openai.http import is_response
 
 # Headers of a connection or a body. The client that links use has its own.
 _OF_TRANSFER = frozenset(

@@ -41,11 +41,11 @@ def token_blocks(tokens: Sequence[int], size: int = BLOCK_TOKENS, salt: str = ""
     return _blocks(encoded.tobytes(), encoded.itemsize, len(tokens), size, salt)
 
 
-def text_blocks(text: str, size: int = BLOCK_TOKENS, salt: str = "") -> Blocks:
-    """Return the blocks of a text whose tokens are unknown, about ``size`` tokens each."""
+def text_blocks(text: str, salt: str = "") -> Blocks:
+    """Return the blocks of a text whose tokens are unknown, about ``BLOCK_TOKENS`` each."""
     encoded = text.encode("utf-32-le", errors="surrogatepass")
     token_bytes = 16  # A token of English text usually has four characters.
-    return _blocks(encoded, token_bytes, -(-len(encoded) // token_bytes), size, salt)
+    return _blocks(encoded, token_bytes, -(-len(encoded) // token_bytes), BLOCK_TOKENS, salt)
 
 
 def first_hash(salt: str) -> int:

@@ -17,6 +17,8 @@ _UNGATED = {"gpt_neox", "nemotron", "phi", "starcoder2"}
 # Values in ``layer_types`` for layers that attend to the whole prompt, and to a window.
 _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
+# The assumed length of the prompts in a forward.
+PROMPT_TOKENS = 4096
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -39,10 +41,10 @@ class Measure:
         pairs = end * (end + 1) // 2 - start * (start + 1) // 2
         return self.linear * (end - start) + self.pair * pairs
 
-    def forward_work(self, tokens: int, prompt: int = 4096) -> int:
+    def forward_work(self, tokens: int) -> int:
         """Return the cost of a forward: uncached prompts of equal length, and a part of one."""
-        whole, rest = divmod(tokens, prompt)
-        return whole * self.work(0, prompt) + self.work(0, rest)
+        whole, rest = divmod(tokens, PROMPT_TOKENS)
+        return whole * self.work(0, PROMPT_TOKENS) + self.work(0, rest)
 
 
 # For a model whose shape is unknown (MoE-Prefill §B.4).

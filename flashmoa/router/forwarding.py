@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Lifespan, Receive, Scope, Send
 from yarl import URL
 
-from flashmoa._starlette import while_connected
+from flashmoa._starlette import read_body, while_connected
 from flashmoa.errors import FlashMoAError
 
 CHAT = "/v1/chat/completions"
@@ -115,12 +115,7 @@ def make_endpoint(
     """Return an endpoint that lets ``handler`` answer a request while its client is connected."""
 
     async def endpoint(request: Request) -> Response:
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > max_body_bytes:
-                message = f"the body is larger than {max_body_bytes} bytes; send a smaller request"
-                raise HTTPException(413, message)
+        body = await read_body(request, max_body_bytes)
         # Not ``request.url``, which contains the Host header that the client sent.
         scope = request.scope
         path, query = scope["raw_path"], scope["query_string"]
@@ -129,7 +124,7 @@ def make_endpoint(
         # Some web servers accept other bytes; every engine accepts visible ASCII.
         target = quote(path + b"?" + query if query else path, safe=_VISIBLE_ASCII)
         headers = select_forwarded_headers(request.headers)
-        call = ForwardedRequest(request.method, scope["path"], target, headers, bytes(body))
+        call = ForwardedRequest(request.method, scope["path"], target, headers, body)
         async with while_connected(request):
             return await handler(call)
         return Response(status_code=499)

@@ -65,6 +65,11 @@ def full_load(
     besides a forward of the rule's size. T alone does not ensure that: long prompts reach it with
     few tokens.
 
+    Eq. 3 multiplies the largest forward's work by a ratio: the time of its slowest layer over the
+    time of a layer that waits for no transfer. Without its margin, the needed forward is one whose
+    layers take as long as a transfer. So if it is larger than the largest forward, the slowest
+    layer takes as long as a layer of the needed forward, and the product is about its work.
+
     Args:
         margin: kappa in Eq. 3.
     """
@@ -72,27 +77,9 @@ def full_load(
         return FullLoad(0, max(1, int(margin * sizes.largest)))
     # A size that the engine's operator has given takes the place of the measured one.
     needed = sizes.waits_for or sizes.needed
-    work = threshold(measure, sizes.largest, needed, rule, margin)
-    running = needed if rule is Rule.HIDDEN else sizes.largest
-    return FullLoad(work, running + sizes.waits_for if sizes.waits_for else 0)
-
-
-def threshold(
-    measure: Measure,
-    largest: int,
-    needed: int = 0,
-    rule: Rule = Rule.FORWARD,
-    margin: float = FORWARD_MARGIN,
-) -> int:
-    """Return the threshold T as work of ``measure``; ``needed`` is 0 if it is not known.
-
-    Eq. 3 multiplies the largest forward's work by a ratio: the time of its slowest layer over the
-    time of a layer that waits for no transfer. Without its margin, ``needed`` is a forward whose
-    layers take as long as a transfer. So if ``needed`` is larger than the largest forward, the
-    slowest layer takes as long as a layer of ``needed``, and the product is about its work.
-    """
-    hidden = measure.forward_work(needed)
-    if rule is Rule.HIDDEN and needed:
-        return max(1, hidden)
-    reference = max(largest, round(needed / TRANSFER_MARGIN))
-    return max(1, hidden, int(margin * measure.forward_work(reference)))
+    work, running = measure.forward_work(needed), needed
+    if rule is Rule.FORWARD or not needed:
+        reference = max(sizes.largest, round(needed / TRANSFER_MARGIN))
+        work = max(work, int(margin * measure.forward_work(reference)))
+        running = sizes.largest
+    return FullLoad(max(1, work), running + sizes.waits_for if sizes.waits_for else 0)

@@ -15,12 +15,13 @@ from typing import Any
 import anyio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from flashmoa._starlette import while_connected
+from flashmoa._starlette import read_body, while_connected
 from flashmoa.moa.config import ServedSystem
 from flashmoa.moa.results import Result
 from flashmoa.moa.serve.chat_completions import (
@@ -248,13 +249,10 @@ class _Server:
         raise ChatRequestRefused(problem, code="invalid_api_key", status=401)
 
     async def _read(self, request: Request) -> bytes:
-        most, body = self._options.max_body_bytes, bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > most:
-                problem = f"the body is larger than {most} bytes; send a smaller request"
-                raise ChatRequestRefused(problem, status=413)
-        return bytes(body)
+        try:
+            return await read_body(request, self._options.max_body_bytes)
+        except HTTPException as error:
+            raise ChatRequestRefused(error.detail, status=error.status_code) from error
 
     def _name_of(self, given: object) -> str:
         """Return the name of the model that a body asks for; empty if there is no such model."""

@@ -29,6 +29,9 @@ class AgentFailed(RouterError):
     status = 424
 
 
+# Number of last begun answers that are kept even if nothing uses them.
+MAX_UNUSED_ANSWERS = 10_000
+
 # The API key of the workflow's client, the workflow, and the agent's name.
 AgentKey = tuple[str, str, str]
 
@@ -40,11 +43,11 @@ class ReadableAnswer(Text):
 
 
 class AgentPromptCache:
-    """Keeps each agent's latest answer while it is used, and the ``most`` latest answers."""
+    """Keeps each agent's latest answer while it is used, and the answers that were begun last."""
 
-    def __init__(self, most: int = 10_000) -> None:
+    def __init__(self) -> None:
         self._answers: WeakValueDictionary[AgentKey, ReadableAnswer] = WeakValueDictionary()
-        self._begun: deque[ReadableAnswer] = deque(maxlen=most)
+        self._begun: deque[ReadableAnswer] = deque(maxlen=MAX_UNUSED_ANSWERS)
 
     def read(self, key: AgentKey) -> ReadableAnswer:
         """Return an agent's latest answer, or the answer that a later request will write."""

@@ -75,12 +75,10 @@ async def test_a_complete_prompt_is_kept_alive() -> None:
         assert len(engine.requests) == requests
 
 
-async def test_an_unused_stream_is_released_in_time() -> None:
+async def test_an_unused_stream_is_released_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashmoa.link.link.UNUSED_SECONDS", 2 * TTL)
     events: list[Event] = []
-    async with (
-        hung_engine() as engine,
-        waiting(engine, listener=events.append, unused_seconds=2 * TTL) as link,
-    ):
+    async with hung_engine() as engine, waiting(engine, listener=events.append) as link:
         for name in ("a", "b"):
             link.close_slot(name)
         await engine.until("delete")

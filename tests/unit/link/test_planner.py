@@ -31,9 +31,8 @@ from flashmoa.link.expected import (
     first_request,
 )
 from flashmoa.link.link import Link
-from flashmoa.link.linked_call import LinkedCall
 from flashmoa.link.options import LinkSettings
-from flashmoa.link.planner import LinkPlanner
+from flashmoa.link.planner import LinkedCall, LinkPlanner
 from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt, Slot
 from flashmoa.link.reasons import NO_PLUGIN, OTHER_COURSE, OWN_TURN, UNEXPECTED
 from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits
@@ -138,12 +137,12 @@ class Pair(LinkPlanner):
         """Begin a call of the writer. Return the link to the reader, if ``again`` after a plan."""
         forecasts = self.forecasts + again
         self.begin("writer", REQUEST)
-        await (self.planned(forecasts) if again else until(lambda: self.links))
+        await (self.planned(forecasts) if again else until(lambda: [*self.links]))
         return await self.link()
 
     async def link(self) -> Link:
         """Wait until there is a link to the reader."""
-        await until(lambda: self.links)
+        await until(lambda: [*self.links])
         (link,) = self.links
         return link
 
@@ -283,7 +282,7 @@ async def test_another_call_does_not_use_the_link(planner: Pair, url: str, holds
     await planner.planned()
     planner.holds_still = holds
     planner.begin("reader", CallRequest(url, "m"))
-    assert link.is_over and not planner.links
+    assert link.is_over and not [*planner.links]
     assert link.unused_reason == OTHER_COURSE and planner.reasons() == [FIRST, OTHER_COURSE]
 
 
@@ -294,7 +293,7 @@ async def test_a_link_ends_if_impossible_twice_in_a_row(planner: Pair) -> None:
         await planner._plan()
         assert not link.is_over
     await planner._plan()
-    assert link.is_over and not planner.links
+    assert link.is_over and not [*planner.links]
 
 
 class PlainEngine(EngineClient):

@@ -20,8 +20,7 @@ from flashmoa.engine.wire import CALL_HEADER, STREAM_HEADER
 from flashmoa.link.hearing import CallChannel
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
-from flashmoa.openai.http import PassingAnswer, advising, observe_completions
-from flashmoa.openai.io import ObservedIO
+from flashmoa.openai.http import ObservedIO, PassingAnswer, advising, observe_completions
 from tests.unit.events import of_kind
 from tests.unit.openai.fake_server import (
     MESSAGES,

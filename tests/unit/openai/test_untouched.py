@@ -16,7 +16,7 @@ import pytest
 
 from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER, STREAM_HEADER, TOKENS_HEADER
 from flashmoa.openai import AsyncOpenAI, OpenAI, agent, run
-from flashmoa.openai.io import finish
+from flashmoa.openai.http import finish
 from flashmoa.openai.runs import RunContext
 from tests.unit.openai.fake_server import TEXT, URL, WORDS, FakeServer, in_pieces
 

@@ -7,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.router.cache_tables import EngineTraits
-from flashmoa.router.flops import TOKENS, Measure, true_flops
+from flashmoa.router.flops import PROMPT_TOKENS, TOKENS, Measure, true_flops
 from flashmoa.router.policy import PrefixAware, WaitingRequest
-from flashmoa.router.saturation import (
-    ForwardSizes,
-    FullLoad,
-    Rule,
-    full_load,
-    threshold,
-)
+from flashmoa.router.saturation import ForwardSizes, FullLoad, Rule, full_load
 from tests.unit.router.support import MEASURES, SIZE, blocks
 from tests.unit.router.test_cache_tables import QWEN3_235B
 
@@ -45,7 +39,7 @@ def test_equation_1_is_transfer_time_at_peak(
 ) -> None:
     """The paper's T for one layer is 1.2 times the transfer's time times the peak FLOP/s."""
     measure = true_flops(config)
-    found = threshold(measure, 8192, tokens, Rule.HIDDEN)
+    found = full_load(measure, ForwardSizes(8192, tokens), Rule.HIDDEN).work
     expected = 1.2 * milliseconds / 1000 * peak
     assert found / config["num_hidden_layers"] == pytest.approx(expected, rel=0.02)
 
@@ -61,16 +55,18 @@ def test_equation_1_is_transfer_time_at_peak(
 def test_equation_3_is_a_number_of_largest_forwards(needed: int, forwards: float) -> None:
     measure = true_flops(QWEN3_235B)
     largest = 2 * measure.work(0, 4096)
-    found = threshold(measure, 8192, needed)
+    sizes, unmeasured = ForwardSizes(8192, needed), ForwardSizes(8192)
+    found = full_load(measure, sizes).work
     assert found == pytest.approx(forwards * largest, rel=0.001)
     # Eq. 1 is never above it. Without measured transfers there is only Eq. 3.
-    assert threshold(measure, 8192, needed, Rule.HIDDEN) <= found
-    assert threshold(measure, 8192, 0, Rule.HIDDEN) == threshold(measure, 8192)
+    assert full_load(measure, sizes, Rule.HIDDEN).work <= found
+    assert full_load(measure, unmeasured, Rule.HIDDEN) == full_load(measure, unmeasured)
 
 
 def test_a_forwards_work_is_that_of_its_prompts() -> None:
     measure = Measure(linear=5, pair=2)
-    assert measure.forward_work(7, prompt=3) == 2 * measure.work(0, 3) + measure.work(0, 1)
+    whole = measure.work(0, PROMPT_TOKENS)
+    assert measure.forward_work(2 * PROMPT_TOKENS + 1) == 2 * whole + measure.work(0, 1)
     assert (TOKENS.forward_work(8192), TOKENS.forward_work(0)) == (8192, 0)
 
 
@@ -116,7 +112,7 @@ def test_an_engine_waits_for_nothing_that_the_router_withholds(
 def test_long_prompts_are_fewer_tokens_than_a_gate_waits_for() -> None:
     """One prompt of 40 tokens is more work than 60 tokens of short prompts."""
     measure = Measure(linear=1, pair=1)
-    full = FullLoad(work=measure.forward_work(60, prompt=4), tokens=60)
+    full = FullLoad(work=15 * measure.work(0, 4), tokens=60)
     routing = PrefixAware(block_tokens=SIZE)
     routing.join("engine", EngineTraits(measure, full))
     queue = [WaitingRequest(str(number), blocks([number] * 40)) for number in range(3)]

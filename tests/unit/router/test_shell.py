@@ -85,8 +85,9 @@ def test_agents_differ_by_workflow_and_client() -> None:
     assert cache.read(key_of("a", client="Bearer x")) is not mine
 
 
-def test_used_and_latest_answers_are_kept() -> None:
-    cache = agents.AgentPromptCache(most=2)
+def test_used_and_latest_answers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "MAX_UNUSED_ANSWERS", 2)
+    cache = agents.AgentPromptCache()
     writing, waited_for = cache.begin(key_of("a")), cache.read(key_of("x"))
     for number in range(100):
         cache.read(key_of(f"unbegun-{number}"))

@@ -114,10 +114,7 @@ class Api:
             "capabilities": self._capabilities(),
             "role": self._engine.role,
             "model": self._engine.model,
-            "tokenizer": {
-                "digest": tokenizer.digest if tokenizer else None,
-                "cuts": tokenizer.boundaries.kinds if tokenizer else [],
-            },
+            "tokenizer": {"digest": tokenizer.digest if tokenizer else None},
             "context_length": self._engine.context_length,
             "costs": asdict(self._engine.costs) if self._engine.costs is not UNMEASURED else None,
             "saturation": asdict(saturation) if (saturation := self._engine.saturation) else None,

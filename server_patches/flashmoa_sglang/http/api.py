@@ -83,8 +83,7 @@ class Api:
         if self._calls is not None:
             routes.append(("GET", "/flashmoa/calls", self.hear))
         if self._scores:
-            engine, table = self._engine, self._table
-            scoring = ScoringApi(engine, self._reader, self._renderer, table, table.named_rank)
+            scoring = ScoringApi(self._engine, self._reader, self._renderer, self._table)
             routes += [
                 ("POST", "/rerank", scoring.rerank),
                 ("POST", "/v1/rerank", scoring.rerank),

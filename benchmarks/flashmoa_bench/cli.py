@@ -27,7 +27,6 @@ BENCHMARKS = {
     "schedule": ("workflows.schedule", "links together with shortest-job-first"),
     "chunk": ("link.chunk", "what prefilling a prompt in pieces costs"),
     "interference": ("link.interference", "what the plugin and its links cost other requests"),
-    "client": ("link.client", "time that links take from a program's event loop"),
     "workflows": ("workflows.benchmark", "chain, mapreduce and slides, technique by technique"),
     "moa_accuracy": ("moa.accuracy", "right answers of mixtures and of single real models"),
     "moa_judge": ("moa.judging", "answers of mixtures, compared in pairs by a model"),

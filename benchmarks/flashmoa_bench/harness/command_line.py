@@ -73,17 +73,20 @@ RESUME = Option(
 
 
 def stock_forwards(*default: int) -> Option:
-    """Return the option for more stock engines, with mixed chunks of other sizes.
+    """Return the option for more stock engines, with chunks of other sizes.
 
     Smaller chunks lengthen decode steps less and are less efficient. The best size for stock SGLang
     depends on the load.
     """
-    about = "--chunked-prefill-size of further stock engines with mixed chunks (%(default)s)"
+    about = (
+        "--chunked-prefill-size of further stock engines, with mixed chunks where requests decode "
+        "(%(default)s)"
+    )
     return Option("--stock-forwards", positive, list(default), about, count="*")
 
 
 def mixed_roles(sizes: Sequence[int]) -> dict[str, Role]:
-    """Return the stock engines of :func:`stock_forwards`, by way."""
+    """Return the stock engines of :func:`stock_forwards` with mixed chunks, by way."""
     return {
         f"stock mixed {size}": Role(
             f"stock_mixed_{size}",

@@ -19,7 +19,6 @@ from flashmoa_bench.harness.report import Report, progress_bar
 # Identifies a cell, and names it on the progress bar.
 Key = tuple[str, int]
 Cell = TypeVar("Cell")
-Cell = TypeVar("Cell")
 
 
 def measured_cells(report: Report, kind: type[Cell], free: Collection[str]) -> list[Cell]:

@@ -13,6 +13,7 @@ from flashmoa_bench.modelled_gpu.gpu import Model
 
 # With AsyncEP, a GPU has the experts of the first layer, and slots for two layers.
 _LAYERS_AT_HAND = 3
+_ACTIVATION_BYTES = 2
 
 
 class Division(StrEnum):
@@ -46,13 +47,7 @@ class LayerTraffic:
 
 
 def layer_traffic(
-    division: Division,
-    model: Model,
-    gpus: int,
-    tokens: int,
-    *,
-    activation_bytes: int = 2,
-    on_device: float = 0.5,
+    division: Division, model: Model, gpus: int, tokens: int, *, on_device: float = 0.5
 ) -> LayerTraffic:
     """Return the bytes that one GPU receives in one layer (Table 1).
 
@@ -61,7 +56,7 @@ def layer_traffic(
         on_device: share of the experts that ``HYBRID`` keeps on the GPUs.
     """
     experts, others = model.expert_bytes, (gpus - 1) / gpus
-    states = tokens * model.config["hidden_size"] * activation_bytes
+    states = tokens * model.config["hidden_size"] * _ACTIVATION_BYTES
     routed = model.experts_per_token * states
     match division:
         case Division.DP_DP:
@@ -110,12 +105,3 @@ def weight_bytes(division: Division, model: Model, gpus: int, on_device: float =
             return at_hand + (layers - 1) * on_device * experts / gpus
         case Division.PAPERS_HYBRID:  # A window of as many layers, each divided by the GPUs.
             return at_hand + _LAYERS_AT_HAND * experts / gpus
-
-
-def break_even_tokens(model: Model, activation_bytes: int = 2) -> float:
-    """Return the tokens of a GPU above which ``D2D`` copies fewer bytes than ``DP_EP``.
-
-    AsyncEP is faster from far fewer tokens on, because its copies overlap with the computation.
-    """
-    routed = model.experts_per_token * model.config["hidden_size"] * activation_bytes
-    return model.expert_bytes / (2 * routed)

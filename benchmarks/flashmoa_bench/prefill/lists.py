@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import httpx
 
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import Option, command, positive
+from flashmoa_bench.harness.command_line import Option, command, positive, stock_forwards
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import random_ids
@@ -242,13 +242,7 @@ main = command(
     _measure,
     (*ROLES, _CROSS_ENCODER),
     Option("--items", positive, [1, 8, 32, 128], "items of a list"),
-    Option(
-        "--stock-forwards",
-        positive,
-        [512, 1024, 2048],
-        "tokens of the largest forward of further stock engines",
-        count="*",
-    ),
+    stock_forwards(512, 1024, 2048),
     Option("--query", positive, 64, "tokens of the query"),
     Option("--item", positive, 64, "tokens of each item"),
 )

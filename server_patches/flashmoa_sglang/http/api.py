@@ -83,8 +83,7 @@ class Api:
         if self._calls is not None:
             routes.append(("GET", "/flashmoa/calls", self.hear))
         if self._scores:
-            engine, table = self._engine, self._table
-            scoring = ScoringApi(engine, self._reader, self._renderer, table, table.named_rank)
+            scoring = ScoringApi(self._engine, self._reader, self._renderer, self._table)
             routes += [
                 ("POST", "/rerank", scoring.rerank),
                 ("POST", "/v1/rerank", scoring.rerank),
@@ -114,10 +113,7 @@ class Api:
             "capabilities": self._capabilities(),
             "role": self._engine.role,
             "model": self._engine.model,
-            "tokenizer": {
-                "digest": tokenizer.digest if tokenizer else None,
-                "cuts": tokenizer.boundaries.kinds if tokenizer else [],
-            },
+            "tokenizer": {"digest": tokenizer.digest if tokenizer else None},
             "context_length": self._engine.context_length,
             "costs": asdict(self._engine.costs) if self._engine.costs is not UNMEASURED else None,
             "saturation": asdict(saturation) if (saturation := self._engine.saturation) else None,

@@ -34,9 +34,7 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     Wraps ``PrefillAdder.add_one_req``, where SGLang has counted the requests that joined the batch
     before. So any number of requests find the room that pinned streams occupy.
     """
-    state: SchedulerState | None = getattr(adder.tree_cache, "flashmoa", None)
-    if state is None:
-        return original(adder, req, *args, **kwargs)
+    state: SchedulerState = adder.tree_cache.flashmoa
     if state.needs_pages:
         RELEASE.reserve_pages(adder)
         state.needs_pages = False
@@ -101,8 +99,7 @@ def allocatable_requests(
 
     Increments do not count as running requests, since they end with their forward.
     """
-    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
-    if state is not None and state.only_streams:
+    if scheduler.flashmoa.only_streams:
         return scheduler.req_to_token_pool.available_size()
     return original(scheduler, *args, **kwargs)
 
@@ -265,9 +262,7 @@ def check_decode_memory(
 ) -> bool:
     """Unpin streams before a decode is retracted; wraps ``ScheduleBatch.check_decode_mem``."""
     fits = original(batch, *args, **kwargs)
-    state: SchedulerState | None = getattr(batch.tree_cache, "flashmoa", None)
-    if state is None:
-        return fits
+    state: SchedulerState = batch.tree_cache.flashmoa
     state.work += state.costs.decode_weight
     if fits or not state.pins:
         return fits
@@ -284,9 +279,7 @@ def prefetch(
     after one step, and would never join a batch. A text whose token states are compared gets its
     namespace here, before SGLang looks for its KV anywhere.
     """
-    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
-    if state is not None:
-        state.token_states.expect(req)
+    scheduler.flashmoa.token_states.expect(req)
     return None if is_increment(req) else original(scheduler, req, *args, **kwargs)
 
 

@@ -40,10 +40,9 @@ def next_prefill_batch(
 ) -> Any:
     """Plan and build a step's batch; wraps ``Scheduler._get_new_batch_prefill_raw``."""
     running = RELEASE.running_batch(scheduler, kwargs)
-    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
-    if state is not None:
-        _publish_launched(scheduler, state)
-    if state is None or not _may_prefill(scheduler):
+    state: SchedulerState = scheduler.flashmoa
+    _publish_launched(scheduler, state)
+    if not _may_prefill(scheduler):
         return original(scheduler, *args, **kwargs)
     # SGLang takes a batch for full until one of its requests ends. Increments in the last forward
     # may have used the missing room.

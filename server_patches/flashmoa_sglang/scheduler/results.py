@@ -18,10 +18,8 @@ def run_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Time a forward, and collect token states; wraps ``Scheduler.run_batch``."""
-    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    state: SchedulerState = scheduler.flashmoa
     run = partial(original, scheduler, batch, *args, **kwargs)
-    if state is None:
-        return run()
     with state.token_states.collecting(batch.reqs):
         return state.timer.launch(run, batch)
 
@@ -30,12 +28,8 @@ def process_result(
     original: Callable[..., None], scheduler: Any, batch: Any, result: Any, *args: Any
 ) -> None:
     """End a forward's time; wraps ``Scheduler.process_batch_result``."""
-    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
-    process = partial(original, scheduler, batch, result, *args)
-    if state is None:
-        process()
-    else:
-        state.timer.process(process, result, batch.reqs)
+    state: SchedulerState = scheduler.flashmoa
+    state.timer.process(partial(original, scheduler, batch, result, *args), result, batch.reqs)
 
 
 def mix(original: Callable[..., None], batch: Any, running_batch: Any) -> None:
@@ -68,9 +62,7 @@ def drop_increments(original: Callable[..., None], batch: Any, *args: Any, **kwa
     that the increments have ended, and would decode a token of each.
     """
     original(batch, *args, **kwargs)
-    # Where the plugin is off there are no increments, and a mark may be a client's.
-    is_off = getattr(batch.tree_cache, "flashmoa", None) is None
-    if batch.reqs and not is_off and batch.forward_mode.is_extend():
+    if batch.reqs and batch.forward_mode.is_extend():
         kept = [i for i, req in enumerate(batch.reqs) if not is_increment(req)]
         if len(kept) < len(batch.reqs):
             original(batch, keep_indices=kept)
@@ -88,10 +80,7 @@ def stream_output(
     The HTTP process takes token ids, too, because a server without a tokenizer sends these.
     Increments have no answer: the HTTP process only gets their number of tokens.
     """
-    state: SchedulerState | None = getattr(streamer.tree_cache, "flashmoa", None)
-    if state is None:
-        original(streamer, reqs, return_logprob, skip_req)
-        return
+    state: SchedulerState = streamer.tree_cache.flashmoa
     state.timer.stop(reqs)
     if news := state.written.news(reqs, time.monotonic()):
         state.tokenizer_channel.send_output(RELEASE.wrap(news), None)

@@ -142,10 +142,7 @@ def handle_request(
     original: Callable[..., None], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Keep requests that open a stream; wraps ``Scheduler.handle_generate_request``."""
-    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
-    if state is None:
-        original(scheduler, recv_req, *args, **kwargs)
-        return
+    state: SchedulerState = scheduler.flashmoa
     mark = RequestMark.read(recv_req.sampling_params.custom_params)
     if mark is not None and mark.stream is not None and mark.opens:
 
@@ -186,8 +183,8 @@ def largest_batch(original: Callable[..., int], *args: Any, **kwargs: Any) -> in
 def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
     """Forget all KV of streams once the tree is flushed; wraps ``Scheduler.flush_cache``."""
     flushed = original(scheduler, *args, **kwargs)
-    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
-    if flushed and state is not None:
+    state: SchedulerState = scheduler.flashmoa
+    if flushed:
         state.pins.forget()
         state.streams.lose()
     return flushed

@@ -17,7 +17,7 @@ import pkgutil
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -226,23 +226,39 @@ def _optional(target: str | None, function: Callable[..., Any]) -> list[Hook]:
     return [] if target is None else [Hook(target, "around", function)]
 
 
+def _where_attached(target: str, function: Callable[..., Any]) -> Hook:
+    """Return a hook around a method, which is left alone where the scheduler has no state.
+
+    The method's object is the scheduler, or has the scheduler's tree. Where the plugin stands
+    aside there are no increments, and a mark on a request may be a client's.
+    """
+
+    @wraps(function)
+    def hook(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(owner.tree_cache, "flashmoa", None) is None:
+            return original(owner, *args, **kwargs)
+        return function(original, owner, *args, **kwargs)
+
+    return Hook(target, "around", hook)
+
+
 SCHEDULER_HOOKS = [
     Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", state.attach),
-    Hook(f"{_SCHEDULER}.handle_generate_request", "around", state.handle_request),
-    Hook(f"{_SCHEDULER}.get_num_allocatable_reqs", "around", admission.allocatable_requests),
+    _where_attached(f"{_SCHEDULER}.handle_generate_request", state.handle_request),
+    _where_attached(f"{_SCHEDULER}.get_num_allocatable_reqs", admission.allocatable_requests),
     Hook(f"{_REQUEST_TABLE}.__init__", "around", state.add_rows),
     *_optional(RELEASE.LARGEST_BATCH, state.largest_batch),
-    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", apply.next_prefill_batch),
-    Hook(f"{_SCHEDULER}._prefetch_kvcache", "around", admission.prefetch),
-    Hook(f"{_SCHEDULER}.run_batch", "around", results.run_batch),
-    Hook(f"{_SCHEDULER}.process_batch_result", "around", results.process_result),
-    Hook(f"{_SCHEDULER}.flush_cache", "around", state.flush_cache),
-    Hook(f"{_SCHEDULE_BATCH}.check_decode_mem", "around", admission.check_decode_memory),
+    _where_attached(f"{_SCHEDULER}._get_new_batch_prefill_raw", apply.next_prefill_batch),
+    _where_attached(f"{_SCHEDULER}._prefetch_kvcache", admission.prefetch),
+    _where_attached(f"{_SCHEDULER}.run_batch", results.run_batch),
+    _where_attached(f"{_SCHEDULER}.process_batch_result", results.process_result),
+    _where_attached(f"{_SCHEDULER}.flush_cache", state.flush_cache),
+    _where_attached(f"{_SCHEDULE_BATCH}.check_decode_mem", admission.check_decode_memory),
     Hook(f"{_SCHEDULE_BATCH}.mix_with_running", "around", results.mix),
-    Hook(f"{_SCHEDULE_BATCH}.filter_batch", "around", results.drop_increments),
-    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
+    _where_attached(f"{_SCHEDULE_BATCH}.filter_batch", results.drop_increments),
+    _where_attached(f"{_POLICY}.PrefillAdder.add_one_req", admission.admit),
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", admission.order_queue),
-    Hook(RELEASE.STREAM_OUTPUT, "around", results.stream_output),
+    _where_attached(RELEASE.STREAM_OUTPUT, results.stream_output),
     Hook("sglang.srt.layers.sampler.Sampler._preprocess_logits", "around", logits.keep_finite),
     Hook("sglang.srt.layers.pooler.Pooler.forward", "after", token_states.pool),
     Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),

@@ -50,14 +50,6 @@ def without_plugin(found: Found) -> None:
     assert 0 <= linked["cached"] <= linked["prompt"]
 
 
-def client(found: Found) -> None:
-    ways = [(cost["calls"], cost["way"]) for cost in found["costs"]]
-    assert ways == [(2, way) for way in ("whole", "marked", "heard", "streamed")]
-    assert all(cost["client"] > 0 for cost in found["costs"])
-    whole, marked, heard, streamed = (cost["pieces"] for cost in found["costs"])
-    assert whole == marked == 0 < heard <= streamed
-
-
 def schedule(found: Found) -> None:
     assert [row["way"] for row in found["rows"]] == ["fcfs", "sjf", "linked", "linked + sjf"]
     for row in found["rows"]:
@@ -127,7 +119,6 @@ CASES = [
     ),
     ("chunk --context 96 --chunks 32 64", "flashmoa", chunk),
     ("without-plugin --known 600 --written 150", "writer stock flashmoa", without_plugin),
-    ("client --tokens 20 --calls 2", "flashmoa", client),
     (
         "schedule --workflows chain --concurrency 2 --tokens 6",
         "stock-small stock-large small large sjf-small sjf-large",

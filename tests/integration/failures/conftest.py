@@ -1,4 +1,4 @@
-"""Provide two engines with a relay before each, and print the failure matrix at the end."""
+"""Provide two engines with a proxy before each, and print the failure matrix at the end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flashmoa.engine.local import LocalEngine
 from tests.event_loop import own_task
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import Make, cells
-from tests.integration.failures.relay import Relay, start_relay
+from tests.integration.faulty_proxy import FaultyProxy, start_faulty_proxy
 
 
 @pytest.fixture
-async def upstream_relay(engine: LocalEngine) -> AsyncGenerator[Relay]:
-    async with own_task(start_relay(engine.url)) as relay:
-        yield relay
+async def upstream_proxy(engine: LocalEngine) -> AsyncGenerator[FaultyProxy]:
+    async with own_task(start_faulty_proxy(engine.url)) as proxy:
+        yield proxy
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def make() -> Make:
             temperature=0,
             max_tokens=tokens,
             extra_body={"ignore_eos": True},
-            # Given: asking the engine would block this event loop, and the relay runs in this loop.
+            # Given: asking the engine would block this event loop, and the proxy runs in this loop.
             model_info=MODEL,
             **{"max_retries": 0, **more},
         )

@@ -29,7 +29,7 @@ from tests.integration.failures.matrix import (
     record_cell,
     reported_failures,
 )
-from tests.integration.failures.relay import Relay, start_relay
+from tests.integration.faulty_proxy import FaultyProxy, start_faulty_proxy
 from tests.integration.frameworks.autogen.runs import finished_calls
 from tests.integration.support import start_special_engine
 from tests.waiting import until
@@ -93,7 +93,7 @@ async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: 
 
 @pytest.mark.parametrize(("failure", "action"), TEAM_CELLS)
 async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fixtures
-    upstream_relay: Relay,
+    upstream_proxy: FaultyProxy,
     engine: LocalEngine,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
@@ -104,18 +104,18 @@ async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fi
 ) -> None:
     task = guide[:600]
     async with check_nothing_is_left(*baselines):
-        upstream_relay.arm("reset" if failure == "error" else "stall")
-        writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
+        upstream_proxy.arm("reset" if failure == "error" else "stall")
+        writing = make(upstream_proxy.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
         # One policy is set for the team, the other one for one agent.
         given = policy(failure, action)
         on_failure = given if action == "abort" else {"reviewer": given}
         pair = Pair(writing, make(downstream.url), task, on_failure=on_failure)
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await until(lambda: upstream_proxy.has_struck and is_linked(pair.events))
         if failure == "cancel":
             pair.token.cancel()
         if failure == "stall":
             await until(lambda: bool(reported_failures(pair.events)))
-            upstream_relay.release()
+            upstream_proxy.release()
         outcome = await pair.outcome()
         if failure == "stall":
             plain = await texts(make, engine, downstream, task)
@@ -123,7 +123,7 @@ async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fi
         # The link closes by itself, before the team is closed.
         await until(pair.is_closed)
         await pair.close()
-        upstream_relay.release()
+        upstream_proxy.release()
     assert reported_failures(pair.events) == [("writer", failure, action)]
     reading = [event for event in pair.events if event.agent == "reviewer"]
     cell = record_cell("team", failure, action, outcome, reading)
@@ -134,7 +134,7 @@ async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fi
 
 
 async def test_a_retried_writer_keeps_its_links(
-    upstream_relay: Relay,
+    upstream_proxy: FaultyProxy,
     engine: LocalEngine,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
@@ -145,12 +145,12 @@ async def test_a_retried_writer_keeps_its_links(
     task = guide[:600]
     plain = await texts(make, engine, downstream, task)
     async with check_nothing_is_left(*baselines):
-        upstream_relay.arm("reset")
-        writing = make(upstream_relay.url, 150, max_retries=2)
+        upstream_proxy.arm("reset")
+        writing = make(upstream_proxy.url, 150, max_retries=2)
         # OpenAI's client repeats no stream that has begun.
         pair = Pair(writing, make(downstream.url), task, stream=False)
         outcome = await pair.outcome()
-        assert upstream_relay.has_struck
+        assert upstream_proxy.has_struck
         assert [message.to_text() for message in pair.run.result().messages] == plain
         await pair.close()
     assert outcome == "3 messages, the last one hit"
@@ -159,7 +159,7 @@ async def test_a_retried_writer_keeps_its_links(
 
 @pytest.mark.parametrize("which", ["writer's", "reviewer's"])
 async def test_closing_a_client_ends_its_links(
-    upstream_relay: Relay,
+    upstream_proxy: FaultyProxy,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
     make: Make,
@@ -167,12 +167,12 @@ async def test_closing_a_client_ends_its_links(
     which: str,
 ) -> None:
     async with check_nothing_is_left(*baselines):
-        upstream_relay.arm("stall")
-        pair = Pair(make(upstream_relay.url, 150), make(downstream.url), guide[:600])
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        upstream_proxy.arm("stall")
+        pair = Pair(make(upstream_proxy.url, 150), make(downstream.url), guide[:600])
+        await until(lambda: upstream_proxy.has_struck and is_linked(pair.events))
         await pair.clients[which == "reviewer's"].close()
         await until(pair.is_closed)
-        upstream_relay.release()
+        upstream_proxy.release()
         outcome = await pair.outcome()
         await pair.close()
     cell = record_cell("team", f"the {which} client is closed", "", outcome, pair.events)
@@ -211,7 +211,7 @@ async def test_a_killed_upstream_engine_fails_the_run_and_aborts_the_link(
 
 
 async def test_a_restarted_downstream_engine_answers_unlinked(  # noqa: PLR0913 - fixtures
-    upstream_relay: Relay,
+    upstream_proxy: FaultyProxy,
     engine: LocalEngine,
     downstream: LocalEngine,
     engines: LocalEngines,
@@ -225,15 +225,15 @@ async def test_a_restarted_downstream_engine_answers_unlinked(  # noqa: PLR0913 
     plain = await texts(make, engine, downstream, task)
     async with (
         start_special_engine(engines, model) as fresh,
-        start_relay(mortal.url) as address,
+        start_faulty_proxy(mortal.url) as address,
         check_nothing_is_left(*baselines),
     ):
-        upstream_relay.arm("stall")
-        pair = Pair(make(upstream_relay.url, 150), make(address.url), task)
-        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        upstream_proxy.arm("stall")
+        pair = Pair(make(upstream_proxy.url, 150), make(address.url), task)
+        await until(lambda: upstream_proxy.has_struck and is_linked(pair.events))
         kill(mortal)
         address.target = fresh.url
-        upstream_relay.release()
+        upstream_proxy.release()
         outcome = await pair.outcome()
         assert [message.to_text() for message in pair.run.result().messages] == plain
         await pair.close()

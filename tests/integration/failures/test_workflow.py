@@ -23,7 +23,7 @@ from tests.integration.failures.matrix import (
     record_cell,
     reported_failures,
 )
-from tests.integration.failures.relay import Relay
+from tests.integration.faulty_proxy import FaultyProxy
 from tests.waiting import until
 
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
@@ -42,7 +42,7 @@ async def ask(engine: EngineClient, text: str) -> str:
 
 @pytest.mark.parametrize(("failure", "action"), CELLS)
 async def test_a_failed_answer_follows_the_readers_policy(
-    upstream_relay: Relay,
+    upstream_proxy: FaultyProxy,
     downstream: LocalEngine,
     baselines: tuple[Baseline, Baseline],
     guide: str,
@@ -53,21 +53,21 @@ async def test_a_failed_answer_follows_the_readers_policy(
     seconds = BRIEF if failure == "timeout" else 60.0
     async with (
         check_nothing_is_left(*baselines),
-        EngineClient(upstream_relay.url, timeout=seconds) as writing,
+        EngineClient(upstream_proxy.url, timeout=seconds) as writing,
         EngineClient(downstream.url) as reading,
         Workflow(reading, on_failure=policy(failure, action), listener=events.append) as flow,
     ):
-        upstream_relay.arm("reset" if failure == "error" else "stall")
+        upstream_proxy.arm("reset" if failure == "error" else "stall")
         draft = flow.ask(make_messages(guide[:300]), engine=writing, name="draft", **LONG)
         review = flow.ask(make_messages(f"{guide[:900]}\n{draft}\nBetter?"), name="review", **SHORT)
-        await until(lambda: upstream_relay.has_struck and is_linked(events))
+        await until(lambda: upstream_proxy.has_struck and is_linked(events))
         if failure == "cancel":
             draft.cancel()
         if failure == "stall":
             await until(lambda: bool(reported_failures(events)))
         arrived = draft.written
         if failure == "stall" and action == "abort":
-            upstream_relay.release()
+            upstream_proxy.release()
             arrived = await draft
         if failure != "stall" and action == "abort":
             with pytest.raises(RAISED[failure]) as caught:
@@ -79,7 +79,7 @@ async def test_a_failed_answer_follows_the_readers_policy(
             is_hit = review.usage.prompt_stream is not None
             assert is_hit == (action == "finalize")
             reader = f"answers {HAD_ARRIVED if is_hit else WHOLE}"
-        upstream_relay.release()
+        upstream_proxy.release()
     assert reported_failures(events) == [("draft", failure, action)]
     cell = record_cell("Workflow", failure, action, reader, events)
     assert cell.link == ("abort" if action == "abort" else "used")

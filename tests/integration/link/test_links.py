@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
-import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.errors import StreamGone, StreamUnknown
 from flashmoa.link.link import Link
 from flashmoa.link.prompt import Prompt, Slot
 from tests.integration.support import GREEDY, generate, wait_until_idle
@@ -64,14 +62,3 @@ async def test_a_prompt_that_begins_with_a_text_still_to_come_is_linked(
         _, usage = await generate(client, f"{text} go", 3, link.claim())
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
     await wait_until_idle(client)
-
-
-async def test_a_vanished_clients_stream_expires(client: EngineClient, words: Words) -> None:
-    opened = await client.open_stream(text=words(100, 85), ttl_seconds=1.0)
-    assert opened.ttl_seconds == 1.0
-    assert (await client.keep_alive(opened.id)).id == opened.id
-    assert (await wait_until_idle(client)).pinned_streams == 0
-    with pytest.raises(StreamGone):
-        await client.keep_alive(opened.id)
-    with pytest.raises(StreamUnknown):
-        await client.keep_alive("no-such-stream")

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import AgentAnswer, Limits, Model
-from tests.integration.moa.faulty_proxy import Fault
+from tests.integration.faulty_proxy import Fault
 
 # What the result says of an agent at the fault, without time limits in numbers.
 PROBLEMS: dict[Fault, str] = {

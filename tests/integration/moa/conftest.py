@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from tests.event_loop import own_task
-from tests.integration.moa.faulty_proxy import FaultyProxy, start_faulty_proxy
+from tests.integration.faulty_proxy import FaultyProxy, start_faulty_proxy
 from tests.integration.moa.serving import connected, served
 
 

@@ -23,6 +23,7 @@ from flashmoa.moa import (
     Staircase,
     Steps,
 )
+from tests.integration.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.moa.agents import (
     PROBLEMS,
     QUESTION,
@@ -30,7 +31,6 @@ from tests.integration.moa.agents import (
     check_agent,
     faulty,
 )
-from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, slow_except, wait_until_idle
 
 PROMPT = AggregationPrompt("question-first", "Weigh these answers:")

@@ -6,7 +6,6 @@ import pytest
 from flashmoa_bench.modelled_gpu.expert_parallelism import (
     Division,
     LayerTraffic,
-    break_even_tokens,
     layer_traffic,
     weight_bytes,
 )
@@ -74,7 +73,7 @@ def test_hybrid_lies_between_both_channels() -> None:
 
 @pytest.mark.parametrize(("model", "tokens"), [(BF16, 36_864), (FP8, 18_432), (SMALL, 18_432)])
 def test_weights_are_fewer_bytes_above_the_break_even(model: Model, tokens: int) -> None:
-    assert break_even_tokens(model) == tokens
+    """AsyncEP is faster from far fewer tokens on: its copies overlap with the computation."""
     copied, sent = (
         layer_traffic(division, model, GPUS, tokens).peers
         for division in (Division.D2D, Division.DP_EP)

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,24 +61,16 @@ T = TypeVar("T")
 class ScoringApi:
     """Answers the scoring routes.
 
-    Args:
-        table: the prompt streams. Their limits bound the size of a request, too.
-        named_rank: returns the data-parallel rank that a request names, if any.
+    Args: table: the prompt streams. Their limits bound the size of a request, too.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        reader: PromptReader,
-        renderer: ChatRenderer,
-        table: StreamTable,
-        named_rank: Callable[[Request], int | None],
+        self, engine: Engine, reader: PromptReader, renderer: ChatRenderer, table: StreamTable
     ) -> None:
         self._engine = engine
         self._reader = reader
         self._renderer = renderer
         self._table, self._limits = table, table.limits
-        self._named_rank = named_rank
         self._candidates = questions.CandidateTokenizer(reader.require_tokenizer)
         self._room = PrefillRoom(engine.max_queued_requests)
         # Whether the engine computes a common prefix once; None until all schedulers have answered.
@@ -137,7 +129,8 @@ class ScoringApi:
         prompt_stream: StreamRequest | None = None,
     ) -> Any:
         prompts = await while_connected(request, self._read(question))
-        terms = replace(body.terms(self._engine.model["name"]), dp_rank=self._named_rank(request))
+        rank = self._table.named_rank(request)
+        terms = replace(body.terms(self._engine.model["name"]), dp_rank=rank)
         shares = await self._are_shared()
         scorer = ListScorer(self._engine, terms, request, self._room, shares, stream=prompt_stream)
         if body.stream:

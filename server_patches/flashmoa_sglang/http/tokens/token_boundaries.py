@@ -34,18 +34,6 @@ RIGHT_CONTEXT = 2
 _MAX_MARKS = 16
 # Number of characters up to which a tokenizer's own code is tried.
 _LONGEST_TRIED = 20_000
-# The names of usual boundaries, each with texts before and after a boundary.
-KINDS: dict[str, tuple[tuple[str, str], ...]] = {
-    "word": (("n", " n"), ("ы", " ы"), (".", " n")),
-    "symbol": (("n", " -"), (",", ' "')),
-    "line": (("n", "\nn"), ("文", "\n文")),
-    "next line": (("\n", "no"), ("\n", "文文")),
-    "end of word": (("n", ", "), ("ы", ". ")),
-    "end of foreign word": (("文", "，文"), ("n", "。文")),
-    "number after a letter": (("n", "1 "), ("文", "10")),
-    "letter after a number": (("1", "n "), ("9", "文文")),
-    "number after a symbol": (("-", "1 "), ("(", "10")),
-}
 # Texts that show whether a tokenizer's own code changes text before its parts do.
 SAMPLES = (
     "  The Café, e\u0301\u00a0I'LL  1234 ＮＡＭＥ\t\n\n 中文，한국어 and… so ON\r\n<tag>  ",
@@ -70,15 +58,6 @@ class Boundaries:
 
     def __bool__(self) -> bool:
         return bool(self._parts)
-
-    @property
-    def kinds(self) -> list[str]:
-        """The names of the usual boundaries that this tokenizer has."""
-        return [
-            name
-            for name, sides in KINDS.items()
-            if all(self.holds_at(left + right, len(left)) for left, right in sides)
-        ]
 
     def last(self, text: str, start: int, end: int) -> int:
         """Return the last boundary of ``text[:end]`` after ``start``, or else ``start``."""

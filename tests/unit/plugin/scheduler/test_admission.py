@@ -451,9 +451,9 @@ def test_sharing_is_off_if_kv_cannot_be_shared(given: dict[str, Any], shares: bo
 def test_no_kv_of_increments_is_prefetched() -> None:
     """It would wait in the queue for the answer, but it leaves the queue after one step."""
     asked: list[Any] = []
-    final = request(900, 0, stream="a", final=True)
+    final, scheduler = request(900, 0, stream="a", final=True), FakeScheduler()
     for req in (request(900, 0, stream="a"), final, request(900, 5)):
-        admission.prefetch(lambda _, req: asked.append(req), None, req)
+        admission.prefetch(lambda _, req: asked.append(req), scheduler, req)
     assert len(asked) == 2 and asked[0] is final
 
 

@@ -124,21 +124,14 @@ def test_answers_without_text_skip_the_detokenizer(
     assert streamer.send(sampled, logprob=True)[0][2] == "detokenizer"
 
 
-@pytest.mark.parametrize(
-    ("prefills", "tree", "drops"),
-    [(True, SimpleNamespace(flashmoa=1), 1), (False, SimpleNamespace(flashmoa=1), 0), (True, 0, 0)],
-    ids=["prefill", "decode", "plugin off"],
-)
-def test_increments_end_with_their_forward(prefills: bool, tree: object, drops: int) -> None:
-    """Without the plugin, such a mark is a client's. Its request goes on."""
+@pytest.mark.parametrize("prefills", [True, False], ids=["prefill", "decode"])
+def test_increments_end_with_their_forward(prefills: bool) -> None:
     first, increment, second, done = (
         request(*sizes, stream=stream)
         for *sizes, stream in ((10, 5, None), (10, 0, "a"), (20, 5, None), (30, 5, None))
     )
     mode = SimpleNamespace(is_extend=lambda: prefills)
-    batch = SimpleNamespace(
-        reqs=[first, done, increment, second], forward_mode=mode, tree_cache=tree or None
-    )
+    batch = SimpleNamespace(reqs=[first, done, increment, second], forward_mode=mode)
 
     def keep(batch: Any, keep_indices: list[int] | None = None) -> None:
         if keep_indices is None:
@@ -146,7 +139,7 @@ def test_increments_end_with_their_forward(prefills: bool, tree: object, drops: 
         batch.reqs = [batch.reqs[n] for n in keep_indices]
 
     results.drop_increments(keep, batch)
-    assert batch.reqs == ([first, second] if drops else [first, increment, second])
+    assert batch.reqs == ([first, second] if prefills else [first, increment, second])
     calls: list[Any] = []
     batch.reqs = []
     results.drop_increments(lambda *_: calls.append(1), batch)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.scheduler import state
+from flashmoa_sglang.scheduler import admission, state
 from flashmoa_sglang.sglang import releases
+from flashmoa_sglang.sglang.hooks import SCHEDULER_HOOKS
 from flashmoa_sglang.sglang.releases import RELEASE, Release, Release0512, Release0521
 
 EACH = [releases.class_for(release)() for release in releases.TESTED]
@@ -216,16 +217,23 @@ def test_unserved_engines_are_left_alone(
         state.attach(None, scheduler)
 
 
-def test_a_scheduler_works_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoa_sglang.scheduler import admission, apply
+@pytest.mark.parametrize(
+    "method",
+    [
+        "handle_generate_request", "get_num_allocatable_reqs", "_get_new_batch_prefill_raw",
+        "_prefetch_kvcache", "run_batch", "process_batch_result", "flush_cache",
+        "check_decode_mem", "filter_batch", "add_one_req", "stream_output",
+    ],
+)  # fmt: skip
+def test_a_scheduler_works_without_the_plugin(method: str) -> None:
+    """A mark on a request is a client's then."""
+    hooked = {hook.target.rpartition(".")[2]: hook.function for hook in SCHEDULER_HOOKS}
+    bare = SimpleNamespace(tree_cache=SimpleNamespace())
+    found = hooked[method](lambda *given, **named: (*given, named), bare, "given", named=1)
+    assert found == (bare, "given", {"named": 1})
 
-    monkeypatch.setattr(RELEASE, "running_batch", lambda *_: None)
-    bare = SimpleNamespace()
-    assert apply.next_prefill_batch(lambda _: "built", bare) == "built"
-    assert state.flush_cache(lambda _: True, bare)
+
+def test_a_queue_keeps_its_order_without_the_plugin() -> None:
     waiting = ["one", "other"]
-    admission.order_queue(None, SimpleNamespace(tree_cache=bare), waiting)
+    admission.order_queue(None, SimpleNamespace(tree_cache=SimpleNamespace()), waiting)
     assert waiting == ["one", "other"]
-    handled: list[Any] = []
-    state.handle_request(lambda _, message: handled.append(message), bare, "message")
-    assert handled == ["message"]

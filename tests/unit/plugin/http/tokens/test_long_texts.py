@@ -89,7 +89,7 @@ def reader(engine: Any) -> PromptReader:
 @pytest.fixture
 def api(engine: Any, reader: PromptReader, table: StreamTable) -> ScoringApi:
     renderer: Any = SimpleNamespace()
-    return ScoringApi(engine, reader, renderer, table, lambda _: None)
+    return ScoringApi(engine, reader, renderer, table)
 
 
 @pytest.fixture

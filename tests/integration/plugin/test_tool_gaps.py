@@ -165,7 +165,7 @@ if installed().startswith("0.5.12"):
 async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
     http: httpx.AsyncClient, client: EngineClient, words: Words, tools: bool
 ) -> None:
-    """Streams need no other request to be prefilled as a whole."""
+    """Streams need no other request to be prefilled."""
     await client.flush_cache()
     messages = [{"role": "user", "content": words(2500, 9)}]
     weather = {"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}
@@ -176,7 +176,8 @@ async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
     assert answer["usage"]["prompt_stream"]["status"] == "hit"
     (other,) = await post(http, "/prompt_streams", {"text": words(POOL - 500, 10)})
     with anyio.fail_after(30):
-        while other["prefilled_tokens"] < other["received_tokens"]:
+        # A rest that is not worth a forward waits for more text.
+        while other["received_tokens"] - other["prefilled_tokens"] > 256:
             other = (await http.get(f"/prompt_streams/{other['id']}")).json()
     await http.delete(f"/prompt_streams/{other['id']}")
 

@@ -105,9 +105,6 @@ class Release0512(Release0521):
         return server_args
 
     def graphs_are_off(self, arguments: Any) -> bool:
-        # Releases before 0.5.21 are served by this class, and may have the newer arguments.
-        if hasattr(arguments, "cuda_graph_config"):
-            return super().graphs_are_off(arguments)
         # The first argument concerns only decoding.
         return arguments.disable_cuda_graph and arguments.disable_piecewise_cuda_graph
 

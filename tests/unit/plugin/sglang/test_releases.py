@@ -75,7 +75,6 @@ def graphs(decode: str, prefill: str) -> dict[str, Any]:
         (Release(), graphs("full", "disabled"), False),
         (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),
         (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": False}, False),
-        (Release0512(), graphs("disabled", "disabled") | {"disable_cuda_graph": False}, True),
     ],
 )
 def test_graphs_are_off_if_no_phase_has_any(

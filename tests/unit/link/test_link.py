@@ -86,17 +86,6 @@ async def test_an_unused_stream_is_released_in_time(monkeypatch: pytest.MonkeyPa
     assert [each.reason for each in events if isinstance(each, LinkClosed)] == ["unused"]
 
 
-async def test_a_plugin_without_keep_alive_is_linked() -> None:
-    async with hung_engine() as engine:
-        engine.lacks.add("keep_alive")
-        async with waiting(engine) as link:
-            await engine.until("keep_alive")
-            await anyio.sleep(TTL)
-            link.feed("a", "some ")
-            await engine.until("append")
-            assert engine.routes().count("keep_alive") == 1 and not link.is_over
-
-
 async def test_an_expired_stream_ends_its_link() -> None:
     """Answers to keep_alive are not reported."""
     events: list[Event] = []

@@ -80,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tokenizer", type=Path, help="folder with a tokenizer.json")
     parser.add_argument("file", type=Path, help="the trace to write")
     parser.add_argument("--aiperf", action="store_true", help="write a file for AIPerf")
+    about = "multiplies the tools' times, for a modelled GPU that is slowed down"
+    parser.add_argument("--slowdown", type=float, default=1.0, help=about)
     for option in AGENTS_OPTIONS:
         option.add_to(parser)
     parser.set_defaults(agents=24)
@@ -88,8 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = single_tokens(tokenizer.get_vocab())
     dice = random.Random(0)
     if options.aiperf:
-        agents = enumerate(chosen_agents(options))
-        lines = [session(f"agent-{number}", turns, words, dice) for number, turns in agents]
+        agents = [
+            [replace(turn, gap=turn.gap * options.slowdown) for turn in turns]
+            for turns in chosen_agents(options)
+        ]
+        lines = [
+            session(f"agent-{number}", turns, words, dice) for number, turns in enumerate(agents)
+        ]
         options.file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         return
     recorded = islice(cycle(load_agents()), options.agents)

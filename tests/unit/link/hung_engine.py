@@ -38,6 +38,7 @@ class HungEngine:
 
     Attributes:
         hangs: routes that do not answer.
+        lacks: missing routes.
         gone: ids of expired streams.
         answers: answers of further paths.
         ttl_seconds: how long a stream lives, whatever its client asks for.
@@ -49,6 +50,7 @@ class HungEngine:
     def __init__(self, url: str, hangs: tuple[Route, ...]) -> None:
         self.url = url
         self.hangs = set(hangs)
+        self.lacks: set[Route] = set()
         self.gone: set[str] = set()
         self.answers: dict[str, Any] = {}
         self.ttl_seconds = 30.0
@@ -86,7 +88,7 @@ class HungEngine:
                     await client.receive()  # This returns when the client disconnects.
                 elif path in self.answers:
                     await send(client, 200, self.answers[path])
-                elif route == "other":
+                elif route in self.lacks or route == "other":
                     await send(client, 404, {"detail": "Not Found"})
                 elif path.split("/")[2:3] and path.split("/")[2] in self.gone:
                     error = {"message": "it has expired", "code": "stream_gone"}

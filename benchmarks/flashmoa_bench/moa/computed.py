@@ -37,7 +37,7 @@ class Prompt:
 
     Attributes:
         length: number of tokens; ``None`` until all answers are complete.
-        sent: time from which it is complete.
+        sent: the time at which the last answer in it was complete.
         computed: number of tokens whose KV the engine has.
     """
 
@@ -215,13 +215,13 @@ class ComputedMixture:
             ended = engine.step()
             for answer in ended:
                 self._end(answer)
-            # An engine that has nothing to do waits for the time at which it gets something.
+            # An idle engine stands at the present.
             for other in self._engines.values():
                 if other.is_idle():
                     other.now = max(other.now, engine.now)
 
     def decoding_seconds(self) -> float:
-        """Return the time in which the critical path's answers are written."""
+        """Return the decode time of the answers on the critical path."""
         answer, seconds = self.final, self.final.end - self.final.first
         while complete := self._read_by(answer).complete:
             answer = complete[-1]
@@ -229,7 +229,7 @@ class ComputedMixture:
         return seconds
 
     def begun(self, answer: Answer) -> float:
-        """Return the time at which the last answer that an agent reads was complete."""
+        """Return when all answers that an agent reads were complete."""
         return max((one.end for one in self._read_by(answer).complete), default=0.0)
 
     def left_out(self) -> Counter[str]:

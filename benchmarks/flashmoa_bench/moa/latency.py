@@ -262,10 +262,7 @@ async def _ask_all(
     stock = any(not way.plugin for way, _ in ways.values())
     options = report.options
     async with connect_rig(report, plugin=plugin, stock=stock) as rig:
-        policy: dict[str, Any] = {}
-        if options.threshold is not None:
-            policy = {"rule": "threshold", "threshold": options.threshold}
-        asker = Asker(rig, policy, _embedding_seconds(options), options.seed)
+        asker = Asker(rig, _early_exit(options), _embedding_seconds(options), options.seed)
         for way, script in ways.values():  # These answers do not count.
             await asker.ask(way, write_script(script.question, way.sizes, _WARM_UP))
         asks = {
@@ -275,13 +272,21 @@ async def _ask_all(
         await measure_cells(asks, found, report)
 
 
+def _early_exit(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the policy of a command line, without embedder and seed."""
+    if options.threshold is None:
+        return {}
+    return {"rule": "threshold", "threshold": options.threshold}
+
+
 def _compute(
     way: LatencyWay, script: QuestionScript, gpus: Gpus, options: argparse.Namespace
 ) -> LatencyAnswer:
     """Compute a question's figures from tables of forward times."""
     embedding = _embedding_seconds(options)
-    policy = EarlyExit(ReplayedEmbedder(script, embedding), seed=script.question.number)
-    early_exit = way.policy(policy)
+    seed = options.seed + script.question.number
+    embedder = ReplayedEmbedder(script, embedding)
+    early_exit = way.policy(EarlyExit(embedder, seed=seed, **_early_exit(options)))
     mixture = ComputedMixture(
         script, way.topology, way.sizes, gpus,
         overlaps=way.plugin, early_exit=early_exit, embedding=embedding,

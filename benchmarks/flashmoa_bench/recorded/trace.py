@@ -4,7 +4,7 @@
 agentic-trace`` of ``sglang.benchmark.serving``: first prompts and tools' results, in random
 words, with the recorded lengths. The engine writes the answers. With ``--aiperf``, the file is for
 ``--custom-dataset-type multi_turn`` of NVIDIA's AIPerf, and has the tools' times, too: the engine
-writes answers of the recorded lengths, each of which calls a tool.
+writes answers of the recorded lengths, and each answer calls a tool.
 """
 
 from __future__ import annotations

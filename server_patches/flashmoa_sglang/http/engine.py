@@ -349,14 +349,15 @@ class Engine:
             with self._query() as (query, received):
                 RELEASE.to_scheduler(self._manager, CompareTexts(query, rids))
                 # The texts are computed, so this takes at most another request's forward.
-                found: Similarities = await asyncio.wait_for(received.get(), within)
-        except BaseException as error:
+                try:
+                    found: Similarities = await asyncio.wait_for(received.get(), within)
+                except TimeoutError as error:
+                    raise EngineFailed(
+                        f"The scheduler did not compare the texts within {within} s; see "
+                        "the engine's log."
+                    ) from error
+        except BaseException:
             RELEASE.to_scheduler(self._manager, CompareTexts(None, rids))
-            if isinstance(error, TimeoutError):
-                raise EngineFailed(
-                    f"The scheduler did not compare the texts within {within} s; see "
-                    "the engine's log."
-                ) from error
             raise
         lengths = tuple(answer["meta_info"]["prompt_tokens"] for answer in answers)
         return found if found.tokens == lengths else replace(found, rows=[])

@@ -173,7 +173,7 @@ def test_work_left_by_a_loop_runs_in_the_next() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_host_can_be_closed_after_its_loop() -> None:
+def test_a_host_is_closed_after_its_loop() -> None:
     host = TaskHost("work failed")
 
     async def begin() -> None:
@@ -184,6 +184,7 @@ def test_a_host_can_be_closed_after_its_loop() -> None:
     loop.run_until_complete(begin())
     loop.close()
     asyncio.run(host.close())
+    assert host._closed
 
 
 WRITE = CallRequest("http://writer", "m", None)

@@ -42,6 +42,10 @@ def test_costs_need_two_sizes() -> None:
         Costs(((5, 0.1), (5, 0.2)), 0.1)
 
 
+def test_the_most_efficient_forward_need_not_be_the_largest() -> None:
+    assert Costs(((1, 0.1), (256, 0.64), (512, 1.5)), 0.1).per_token_at_best == 0.64 / 256
+
+
 def test_prefills_are_interpolated() -> None:
     costs = Costs(((101, 0.3), (1, 0.1), (301, 0.5)), 0.01)
     assert costs.prefill(51) == pytest.approx(0.2)

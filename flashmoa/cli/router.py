@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.engine.connections import engine_url
 from flashmoa.router.policy import PATIENCE, PrefixAware
-from flashmoa.router.saturation import FORWARD_MARGIN, Rule
+from flashmoa.router.saturation import FORWARD_MARGIN
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -76,7 +76,6 @@ def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, str]:
         policy=PrefixAware(patience=parsed.patience),
         api_key=parsed.api_key,
         model_config=_read_config(parsed.model_config) if parsed.model_config else None,
-        rule=Rule(parsed.threshold),
         saturation_margin=parsed.saturation,
         max_body_bytes=parsed.max_body_bytes,
     )
@@ -148,13 +147,6 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         metavar="FORWARDS",
         help="an engine is full when its uncomputed prompts fill this number of largest forwards "
         "(%(default)g); 0: no limit",
-    )
-    add(
-        "--threshold",
-        choices=[rule.value for rule in Rule],
-        default=Rule.FORWARD.value,
-        help="how prompts fill an engine: by their work (%(default)s); by the work that hides the "
-        "transfers of experts, where the engine has measured them (hidden); by their tokens",
     )
 
 

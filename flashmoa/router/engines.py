@@ -24,7 +24,6 @@ from flashmoa.router.saturation import (
     FORWARD_MARGIN,
     ForwardSizes,
     FullLoad,
-    Rule,
     full_load,
 )
 
@@ -38,7 +37,6 @@ class RouterOptions:
     Attributes:
         api_key: for the router's own requests. Clients' requests have the clients' keys.
         model_config: the model's ``config.json``, if it is not at the path that the engines report.
-        rule: from how much work on an engine is full.
         saturation_margin: number of its largest forwards that fill an engine; 0: it is never full.
     """
 
@@ -46,7 +44,6 @@ class RouterOptions:
     policy: PrefixAware | None = None
     api_key: str | None = None
     model_config: Mapping[str, Any] | None = None
-    rule: Rule = Rule.FORWARD
     saturation_margin: float = FORWARD_MARGIN
     max_body_bytes: int = 32 << 20
     watch_seconds: float = 2.0
@@ -226,7 +223,7 @@ class EnginePool:
             needed=_positive(measured, "tokens", 0),
             waits_for=_positive(plugin, "prefills_wait_for", 0),
         )
-        one = full_load(measure, sizes, options.rule, options.saturation_margin)
+        one = full_load(measure, sizes, options.saturation_margin)
         ranks = _ranks(engine.settings)
         return FullLoad(ranks * one.work, ranks * one.tokens)
 

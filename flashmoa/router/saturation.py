@@ -1,9 +1,8 @@
-"""Compute from how much work on an engine is full (MoE-Prefill, Eq. 1, Eq. 3 and §B.4). Pure."""
+"""Compute from how much work on an engine is full (MoE-Prefill, Eq. 3 and §B.4). Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from flashmoa.router.flops import Measure
 
@@ -12,20 +11,6 @@ from flashmoa.router.flops import Measure
 TRANSFER_MARGIN = 1.2
 # Kappa in Eq. 3: an engine is full with this many forwards, to bridge the time between two.
 FORWARD_MARGIN = 1.2
-
-
-class Rule(StrEnum):
-    """Names the rules for the threshold T.
-
-    - ``FORWARD``: the largest forward, or a larger one that hides the transfers (Eq. 3).
-    - ``HIDDEN``: the smallest forward that hides the transfers (Eq. 1). Engines that have measured
-      no transfers have ``FORWARD``.
-    - ``TOKENS``: the largest forward's tokens, however much work they are.
-    """
-
-    FORWARD = "forward"
-    HIDDEN = "hidden"
-    TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +37,12 @@ class FullLoad:
     tokens: int = 0
 
 
-def full_load(
-    measure: Measure,
-    sizes: ForwardSizes,
-    rule: Rule = Rule.FORWARD,
-    margin: float = FORWARD_MARGIN,
-) -> FullLoad:
+def full_load(measure: Measure, sizes: ForwardSizes, margin: float = FORWARD_MARGIN) -> FullLoad:
     """Return the load that saturates an engine of one rank.
 
     A load counts the running forward, and the engine's own prefills wait for tokens in its queue.
     So that they never wait for requests that the router withholds, the load has these tokens
-    besides a forward of the rule's size. T alone does not ensure that: long prompts reach it with
+    besides the largest forward. T alone does not ensure that: long prompts reach it with
     few tokens.
 
     Eq. 3 multiplies the largest forward's work by a ratio: the time of its slowest layer over the
@@ -73,13 +53,8 @@ def full_load(
     Args:
         margin: kappa in Eq. 3.
     """
-    if rule is Rule.TOKENS:
-        return FullLoad(0, max(1, int(margin * sizes.largest)))
     # A size that the engine's operator has given takes the place of the measured one.
     needed = sizes.waits_for or sizes.needed
-    work, running = measure.forward_work(needed), needed
-    if rule is Rule.FORWARD or not needed:
-        reference = max(sizes.largest, round(needed / TRANSFER_MARGIN))
-        work = max(work, int(margin * measure.forward_work(reference)))
-        running = sizes.largest
-    return FullLoad(max(1, work), running + sizes.waits_for if sizes.waits_for else 0)
+    reference = max(sizes.largest, round(needed / TRANSFER_MARGIN))
+    work = max(measure.forward_work(needed), int(margin * measure.forward_work(reference)))
+    return FullLoad(max(1, work), sizes.largest + sizes.waits_for if sizes.waits_for else 0)

@@ -22,14 +22,8 @@ from flashmoa.errors import EngineError
 from flashmoa_bench.harness import clock
 
 OURS, STOCK, SMG = "flashmoa router", "sglang-router", "smg"
-# Our router with other rules than its defaults: by tokens instead of work, with MoE-Prefill's Eq. 1
-# instead of Eq. 3, and with the paper's own order of rules.
-OUR_RULES = (
-    f"{OURS} --threshold tokens",
-    f"{OURS} --threshold hidden",
-    f"{OURS} --patience 0",
-    f"{OURS} --patience 0 --threshold hidden",
-)
+# Our router with the order of rules of MoE-Prefill §7: it never waits for a prefix.
+OUR_CASCADE = f"{OURS} --patience 0"
 # Arguments on a CPU. A decode engine's default backup of retracted requests needs a GPU.
 _PREFILL = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port")
 _DECODE = (
@@ -82,7 +76,7 @@ async def start_router(
     """Start a router over ``engines``, and yield its URL once it answers requests.
 
     Args:
-        name: one of :func:`installed_routers` or ``OUR_RULES``.
+        name: one of :func:`installed_routers` or ``OUR_CASCADE``.
         engines: the engines' URLs.
         model_config: configuration of the model whose FLOPs our router counts; by default the
             engines' own.

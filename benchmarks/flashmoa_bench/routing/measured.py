@@ -4,9 +4,9 @@ N engines with FlashMoA's plugin score a mix's requests: taking turns, behind sg
 and smg (if installed), and behind FlashMoA's router. The engines publish KV events. Every cell, one
 router and one seed, has a new router and empty caches. Routers take turns, seed by seed.
 
-FlashMoA's router has other rules for when an engine is full (--threshold, --patience), which can be
-compared, too. With --saturation, engines wait for forwards that would hide transfers of experts.
-The modelled GPUs take no time for transfers, so smaller forwards cost too little.
+FlashMoA's router can be compared with the paper's rules, too (--patience 0). With --saturation,
+engines wait for forwards that would hide transfers of experts. The modelled GPUs take no time for
+transfers, so smaller forwards cost too little.
 
 With --resume, cells in the file of --json are not measured again.
 """
@@ -231,7 +231,7 @@ main = command(
         str,
         _ROUTERS,
         "compared with the first; by default all, ours with its default rules",
-        choices=(*_ROUTERS, *routers.OUR_RULES),
+        choices=(*_ROUTERS, routers.OUR_CASCADE),
     ),
     Option("--forward", positive, 8192, "most tokens of a forward (%(default)s)"),
     Option("--saturation", int, 0, "tokens that engines' prefills wait for (0: none wait)"),

@@ -7,13 +7,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from flashmoa_bench.harness.routers import OUR_RULES, OURS
+from flashmoa_bench.harness.routers import OUR_CASCADE, OURS
 from flashmoa_bench.prefill.mix import LONGEST, MIXES, TABLE_2, Dataset, Mix
 from flashmoa_bench.routing.measured import MeasuredCell, make_roles, summarise
 
 from flashmoa.cli.router import _make_parser
-from flashmoa.router.policy import PATIENCE
-from flashmoa.router.saturation import Rule
 
 OPTIONS = argparse.Namespace(
     mix="table-2",
@@ -51,10 +49,9 @@ def test_routers_are_compared_by_seed() -> None:
     assert (alone.router, alone.gain, before.router) == (OURS, 1.0, "round_robin")
 
 
-@pytest.mark.parametrize("name", OUR_RULES)
-def test_rules_are_options_of_our_router(name: str) -> None:
-    parsed = _make_parser().parse_args(name.removeprefix(OURS).split())
-    assert (parsed.patience, parsed.threshold) != (PATIENCE, Rule.FORWARD)
+def test_the_papers_rule_is_an_option_of_our_router() -> None:
+    parsed = _make_parser().parse_args(OUR_CASCADE.removeprefix(OURS).split())
+    assert parsed.patience == 0
 
 
 @pytest.mark.parametrize("dataset", TABLE_2, ids=lambda one: one.name)

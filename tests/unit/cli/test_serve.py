@@ -20,7 +20,6 @@ from flashmoa.cli import moa, router, serve
 from flashmoa.cli.ports import bind
 from flashmoa.engine.local import free_port
 from flashmoa.router.engines import RouterOptions
-from flashmoa.router.saturation import Rule
 
 # Another program instead of SGLang, the engine's URL, how long it may drain, and its sidecar.
 SERVER = """
@@ -367,7 +366,6 @@ SERVE = ["serve", "moa.toml"]
         (router.main, [*ENGINE, "--max-body-bytes", "0"], "0 is refused; give a number above 0"),
         (router.main, [*PAIR, "--agent-seconds", "0"], "0 is refused; give a number above 0"),
         (router.main, [*ENGINE, "--saturation", "x"], "--saturation: invalid float value: 'x'"),
-        (router.main, [*ENGINE, "--threshold", "eq1"], "invalid choice: 'eq1'"),
         (router.main, [*PAIR, *PAIR], "each of these two once"),
         (router.main, [], "--prefill and --pd-router"),
         (router.main, ["--prefill", "a:1"], "--prefill and --pd-router"),
@@ -431,14 +429,12 @@ def test_a_router_announces_its_engines(
     assert capsys.readouterr().out == f"flashmoa: 1 engine behind http://[::1]:{port}/v1\n"
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_a_router_gets_its_rule(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
+def test_a_router_gets_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[RouterOptions] = []
     monkeypatch.setattr("flashmoa.router.application.application", given.append)
     monkeypatch.setattr(router, "_serve", lambda _app, sockets: sockets[0].close())
-    options = ["--threshold", rule.value, "--saturation", "2", "--port", str(free_port())]
-    assert router.main([*ENGINE, *options]) == 0
-    assert [(one.rule, one.saturation_margin) for one in given] == [(rule, 2.0)]
+    assert router.main([*ENGINE, "--saturation", "2", "--port", str(free_port())]) == 0
+    assert [one.saturation_margin for one in given] == [2.0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.forwarding import EngineLost
 from flashmoa.router.policy import PrefixAware
-from flashmoa.router.saturation import FullLoad, Rule
+from flashmoa.router.saturation import FullLoad
 from tests.unit.router.support import FakeConnections, FakeEngine, routing
 
 SHAPE = {
@@ -48,14 +48,14 @@ class Rig:
         asked: the paths that they were asked for.
     """
 
-    def __init__(self, rule: Rule = Rule.FORWARD, **settings: dict[str, Any]) -> None:
+    def __init__(self, **settings: dict[str, Any]) -> None:
         self.settings: Mapping[str, Any] = settings
         self.plugin: object = {}
         self.failures: dict[str, object] = {}
         self.asked: list[str] = []
         self.policy = RecordingPolicy()
         self.dispatcher = Dispatcher(self.policy)
-        options = RouterOptions([f"http://{host}" for host in settings], rule=rule)
+        options = RouterOptions([f"http://{host}" for host in settings])
         self.pool = EnginePool(FakeConnections(self._answer), self.dispatcher, options)
 
     def _answer(self, host: str, path: str) -> object:
@@ -181,32 +181,32 @@ async def test_settings_are_multiplied_by_ranks(
 
 
 @pytest.mark.parametrize(
-    ("told", "hidden", "forward"),
+    ("told", "full"),
     [
-        ({"saturation": {"tokens": 90}, "prefills_wait_for": 90}, (90, 180), (120, 190)),
+        ({"saturation": {"tokens": 90}, "prefills_wait_for": 90}, (120, 190)),
         # The largest forward hides no transfers, so no prefill waits.
-        ({"saturation": {"tokens": 240}, "prefills_wait_for": None}, (240, 0), (240, 0)),
-        ({"saturation": {"tokens": None}}, (120, 0), (120, 0)),
-        ({"saturation": None, "prefills_wait_for": 50}, (50, 100), (120, 150)),
-        ({"saturation": "broken", "prefills_wait_for": -1}, (120, 0), (120, 0)),
+        ({"saturation": {"tokens": 240}, "prefills_wait_for": None}, (240, 0)),
+        ({"saturation": {"tokens": None}}, (120, 0)),
+        ({"saturation": None, "prefills_wait_for": 50}, (120, 150)),
+        ({"saturation": "broken", "prefills_wait_for": -1}, (120, 0)),
     ],
 )
 async def test_measured_forwards_fill_an_engine(
-    told: dict[str, Any], hidden: tuple[int, int], forward: tuple[int, int]
+    told: dict[str, Any], full: tuple[int, int]
 ) -> None:
     """Two ranks have twice the work of a single rank.
 
     Hiding the transfers takes fewer or more tokens than the largest forward has.
     """
-    for rule, (work, tokens) in ((Rule.HIDDEN, hidden), (Rule.FORWARD, forward)):
-        rig = Rig(rule, one=RANKS)
-        rig.plugin = {"largest_forward": 100, "costs": {"decode_step": 1.0}, **told}
-        await rig.probe()
-        assert rig.policy.joined[URL].full == FullLoad(2 * work, 2 * tokens)
+    rig = Rig(one=RANKS)
+    rig.plugin = {"largest_forward": 100, "costs": {"decode_step": 1.0}, **told}
+    await rig.probe()
+    work, tokens = full
+    assert rig.policy.joined[URL].full == FullLoad(2 * work, 2 * tokens)
 
 
 async def test_an_engine_is_asked_until_it_has_measured_its_forwards() -> None:
-    rig = Rig(Rule.HIDDEN, one={"kv_events_config": IPC})
+    rig = Rig(one={"kv_events_config": IPC})
     rig.plugin = {"largest_forward": 10, "costs": None, "saturation": None}
     await rig.probe()
     placed: list[int] = []
@@ -225,7 +225,7 @@ async def test_an_engine_is_asked_until_it_has_measured_its_forwards() -> None:
         rig.failures["/flashmoa/info"] = None
         await rig.probe()
         rig.failures.clear()
-        rig.plugin = {"largest_forward": 60, "costs": {}, "saturation": {"tokens": 30}}
+        rig.plugin = {"largest_forward": 10, "costs": {}, "saturation": {"tokens": 30}}
         await rig.probe()
         await anyio.wait_all_tasks_blocked()
         # With 30 tokens it is full, and no longer with 12.

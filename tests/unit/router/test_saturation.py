@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.flops import PROMPT_TOKENS, TOKENS, Measure, true_flops
 from flashmoa.router.policy import PrefixAware, WaitingRequest
-from flashmoa.router.saturation import ForwardSizes, FullLoad, Rule, full_load
+from flashmoa.router.saturation import ForwardSizes, FullLoad, full_load
 from tests.unit.router.support import MEASURES, SIZE, blocks
 from tests.unit.router.test_cache_tables import QWEN3_235B
 
@@ -34,12 +34,11 @@ SIZES = st.builds(
         (QWEN3_30B, 13_566, 5.3, 312e12),  # BF16 on an A100, over NVLink
     ],
 )
-def test_equation_1_is_transfer_time_at_peak(
+def test_a_forward_that_hides_its_transfers_is_equation_1(
     config: dict[str, int], tokens: int, milliseconds: float, peak: float
 ) -> None:
     """The paper's T for one layer is 1.2 times the transfer's time times the peak FLOP/s."""
-    measure = true_flops(config)
-    found = full_load(measure, ForwardSizes(8192, tokens), Rule.HIDDEN).work
+    found = full_load(true_flops(config), ForwardSizes(8192, needed=tokens)).work
     expected = 1.2 * milliseconds / 1000 * peak
     assert found / config["num_hidden_layers"] == pytest.approx(expected, rel=0.02)
 
@@ -55,12 +54,8 @@ def test_equation_1_is_transfer_time_at_peak(
 def test_equation_3_is_a_number_of_largest_forwards(needed: int, forwards: float) -> None:
     measure = true_flops(QWEN3_235B)
     largest = 2 * measure.work(0, 4096)
-    sizes, unmeasured = ForwardSizes(8192, needed), ForwardSizes(8192)
-    found = full_load(measure, sizes).work
+    found = full_load(measure, ForwardSizes(8192, needed)).work
     assert found == pytest.approx(forwards * largest, rel=0.001)
-    # Eq. 1 is never above it. Without measured transfers there is only Eq. 3.
-    assert full_load(measure, sizes, Rule.HIDDEN).work <= found
-    assert full_load(measure, unmeasured, Rule.HIDDEN) == full_load(measure, unmeasured)
 
 
 def test_a_forwards_work_is_that_of_its_prompts() -> None:
@@ -70,20 +65,18 @@ def test_a_forwards_work_is_that_of_its_prompts() -> None:
     assert (TOKENS.forward_work(8192), TOKENS.forward_work(0)) == (8192, 0)
 
 
-@given(measure=MEASURES, sizes=SIZES, rule=st.sampled_from(Rule), margin=st.floats(1e-6, 3))
+@given(measure=MEASURES, sizes=SIZES, margin=st.floats(1e-6, 3))
 def test_threshold_is_no_less_than_prefills_wait_for(
-    measure: Measure, sizes: ForwardSizes, rule: Rule, margin: float
+    measure: Measure, sizes: ForwardSizes, margin: float
 ) -> None:
-    full = full_load(measure, sizes, rule, margin)
-    assert max(full.work, full.tokens) > 0  # An idle engine takes requests.
-    if rule is not Rule.TOKENS:
-        assert full.work >= measure.forward_work(sizes.waits_for)
+    full = full_load(measure, sizes, margin)
+    # An idle engine takes requests.
+    assert full.work >= max(1, measure.forward_work(sizes.waits_for))
 
 
 @given(
     measure=MEASURES,
     sizes=SIZES,
-    rule=st.sampled_from([Rule.FORWARD, Rule.HIDDEN]),
     margin=st.floats(1e-6, 3),
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=60),
     runs=st.floats(0, 1),
@@ -91,21 +84,19 @@ def test_threshold_is_no_less_than_prefills_wait_for(
 def test_an_engine_waits_for_nothing_that_the_router_withholds(
     measure: Measure,
     sizes: ForwardSizes,
-    rule: Rule,
     margin: float,
     prompts: list[list[int]],
     runs: float,
 ) -> None:
     routing = PrefixAware(block_tokens=SIZE, patience=0)
-    routing.join("engine", EngineTraits(measure, full_load(measure, sizes, rule, margin)))
+    routing.join("engine", EngineTraits(measure, full_load(measure, sizes, margin)))
     queue = [WaitingRequest(str(number), blocks(prompt)) for number, prompt in enumerate(prompts)]
     placed = routing.route(queue)
     engine = routing.engines["engine"]
     if len(placed) < len(queue):
         assert engine.is_saturated
         # A forward runs already. The rest of the load, in the queue, opens the engine's gate.
-        most = sizes.largest if rule is Rule.FORWARD else sizes.waits_for
-        running = min(engine.load.tokens, runs * most)
+        running = min(engine.load.tokens, runs * sizes.largest)
         assert engine.load.tokens - running >= sizes.waits_for
 
 
@@ -119,12 +110,7 @@ def test_long_prompts_are_fewer_tokens_than_a_gate_waits_for() -> None:
     assert list(routing.route(queue)) == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    ("rule", "tokens"), [(Rule.FORWARD, 150), (Rule.HIDDEN, 100), (Rule.TOKENS, 120)]
-)
-def test_tokens_of_a_full_engine(rule: Rule, tokens: int) -> None:
-    sizes = ForwardSizes(largest=100, needed=80, waits_for=50)
-    assert full_load(Measure(linear=7, pair=3), sizes, rule).tokens == tokens
-    open_gate = ForwardSizes(largest=100, needed=80)
-    without = full_load(Measure(linear=7, pair=3), open_gate, rule)
-    assert without.tokens == (tokens if rule is Rule.TOKENS else 0)
+@pytest.mark.parametrize(("waits_for", "tokens"), [(50, 150), (0, 0)])
+def test_tokens_of_a_full_engine(waits_for: int, tokens: int) -> None:
+    sizes = ForwardSizes(largest=100, needed=80, waits_for=waits_for)
+    assert full_load(Measure(linear=7, pair=3), sizes).tokens == tokens

@@ -376,18 +376,17 @@ class EngineClient:
 
         Raises: RequestRefused if requests are still running after ``wait_seconds``.
         """
-        response = await self._send("POST", f"/flush_cache?timeout={wait_seconds}")
-        if response.is_error:
-            error = make_refusal(response, self.url)
-            if not isinstance(error, errors.MalformedRequest):
-                raise error
+        try:
+            async with self._open("POST", f"/flush_cache?timeout={wait_seconds}"):
+                pass
+        except errors.MalformedRequest as error:
             # SGLang answers 400 to a flush that comes too early.
             raise errors.RequestRefused(
                 f"{self.url} was not idle for {wait_seconds:g} s, so that its cache was not "
                 f"emptied ({error}). Try again once its requests have ended.",
                 error.status,
                 error.code,
-            )
+            ) from error
 
     def generate(
         self,
@@ -512,15 +511,11 @@ class EngineClient:
 
         Raises: EngineError if no answer comes, or an error, or an answer of another form.
         """
-        return read_answer(await self._send(method, path, body), self.url, answer)
-
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
+        json = None if body is None else _without_none(body)
         with translate_errors(self.url):
-            json = None if body is None else _without_none(body)
             headers = self._additional_headers()
-            return await self._http.request(method, path, json=json, headers=headers)
+            response = await self._http.request(method, path, json=json, headers=headers)
+        return read_answer(response, self.url, answer)
 
     def _additional_headers(self) -> dict[str, str]:
         headers, own = request_headers.get(), self._http.headers

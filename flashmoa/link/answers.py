@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from io import StringIO
 from typing import Any
@@ -44,14 +44,13 @@ class AnswerReader:
 
     def feed(self, data: bytes) -> str:
         """Read the next bytes of an event stream, or a whole JSON document. Return the new text."""
-        return self._read_all(self._events.feed(data)) if self._is_stream else self._read(data)
+        events = self._events.feed(data) if self._is_stream else (data,)
+        return "".join([self._read(event) for event in events])
 
-    def end(self) -> str:
-        """Read the last event, if the end of the response ends it. Return its text."""
-        return self._read_all(self._events.end())
-
-    def _read_all(self, events: Iterable[bytes]) -> str:
-        return "".join([self._read(data) for data in events])
+    def _read_end(self) -> None:
+        # The end of the response may end the last event.
+        for event in self._events.end():
+            self._read(event)
 
     def _read(self, data: bytes) -> str:
         if data == b"[DONE]" or self.is_over:
@@ -91,7 +90,7 @@ class AnswerReader:
 
     def result(self) -> CallResult | None:
         """Return the answer; ``None`` if it is not complete."""
-        self.end()
+        self._read_end()
         # Not `is_over`: a reader may leave an event stream after the last choice.
         if self._finish_reason is None:
             return None
@@ -122,7 +121,7 @@ class ResponseReader(AnswerReader):
         return ""
 
     def result(self) -> CallResult | None:
-        self.end()
+        self._read_end()
         return self._result
 
 

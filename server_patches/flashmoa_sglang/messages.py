@@ -105,17 +105,20 @@ class StreamTokens:
 
 @dataclass(frozen=True, slots=True)
 class StreamProgress:
-    """Tells the HTTP process which increments a scheduler has computed.
+    """Tells the HTTP process what a scheduler has done for streams since the last message.
 
     Attributes:
         increments: for each, the stream's id, the number of its tokens that have KV now, the number
             of tokens that the increment computed, the seconds from its batch to its result, and by
             how many seconds it lengthened decoding (see ``RequestState.delay``).
         waiting: streams that begin (``True``) or cease to wait for room in the KV pool.
+        duplicates_avoided, gave_way: how much these counts of ``KvReport`` have grown.
     """
 
     increments: tuple[tuple[str, int, int, float, float | None], ...] = ()
     waiting: tuple[tuple[str, bool], ...] = ()
+    duplicates_avoided: int = 0
+    gave_way: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +142,6 @@ class ForwardTimes:
 
     forwards: tuple[TimedForward, ...]
     layers: LayerTimes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CountUpdate:
-    """Tells the HTTP process, for the metrics, how much two counts of ``KvReport`` have grown."""
-
-    duplicates_avoided: int
-    gave_way: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from flashmoa_sglang.costs import UNMEASURED, Costs
-from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import DecodesOnly, EngineBusy, EngineFailed, MalformedRequest
 from flashmoa_sglang.http.stream import Prefilled, Terms
 from flashmoa_sglang.http.tokens.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
     STREAM_OPENED,
     CompareTexts,
-    CountUpdate,
     ForwardTimes,
     HearAnswers,
     KvQuery,
@@ -61,7 +59,6 @@ class Engine:
         self.saturation: Saturation | None = None
         # Prefills wait for a forward of this many tokens; ``None``: they do not wait.
         self.waits_for: int | None = None
-        self.handle(CountUpdate, _count)
         self.handle(KvReport, self._receive)
         self.handle(Similarities, self._receive)
         # Costs may be read from a file. A message without a handler would end SGLang's process.
@@ -386,8 +383,3 @@ def is_ours(obj: Any) -> bool:
 def new_rid() -> str:
     """Make a request id. No id is a prefix of another, because SGLang aborts by prefix."""
     return f"flashmoa-{uuid.uuid4().hex}"
-
-
-def _count(update: CountUpdate) -> None:
-    metrics.count("duplicate_tokens_avoided", update.duplicates_avoided)
-    metrics.count("streams_gave_way", update.gave_way)

@@ -34,6 +34,7 @@ class Handover:
     Attributes:
         opening: streams to open in their schedulers.
         unclaimed: ids of streams that go on, because their requests were refused.
+        changed: set when a stream has grown or ended.
     """
 
     def __init__(self, engine: Engine, streams: Mapping[str, PromptStream]) -> None:
@@ -41,22 +42,18 @@ class Handover:
         self._streams = streams
         self.opening: list[PromptStream] = []
         self.unclaimed: list[str] = []
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
         # Seconds from a stream's end until its scheduler is told of the end. Usually the final
         # request comes at once, and computes the last tokens.
         self._end_grace = 0.01 * device_slowdown()
         engine.handle(StreamProgress, self._note)
-
-    def wake(self) -> None:
-        """Look for tokens to hand over, because a stream has grown or ended."""
-        self._changed.set()
 
     async def run(self) -> None:
         """Open streams and hand over their tokens, until no stream is open."""
         opening: dict[PromptStream, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while self._streams:
-                self._changed.clear()
+                self.changed.clear()
                 for stream in self.opening:
                     opening[stream] = group.create_task(self._open_in_scheduler(stream))
                 self.opening.clear()
@@ -67,7 +64,7 @@ class Handover:
                 wait = self._send(time.monotonic())
                 await asyncio.sleep(_GATHER_SECONDS)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), wait)
+                    await asyncio.wait_for(self.changed.wait(), wait)
             for task in opening.values():
                 task.cancel()
 
@@ -115,6 +112,8 @@ class Handover:
         return wait
 
     def _note(self, progress: StreamProgress) -> None:
+        metrics.count("duplicate_tokens_avoided", progress.duplicates_avoided)
+        metrics.count("streams_gave_way", progress.gave_way)
         now = time.time()
         for id_, prefilled, computed, seconds, delay in progress.increments:
             stream = self._streams.get(id_)

@@ -7,7 +7,6 @@ import uuid
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from flashmoa_sglang.http.errors import (
@@ -16,7 +15,7 @@ from flashmoa_sglang.http.errors import (
     PromptTooLarge,
     StreamGone,
 )
-from flashmoa_sglang.http.tokens.token_buffer import LONG_TEXT, common_length, tokenize_aside
+from flashmoa_sglang.http.tokens.token_buffer import common_length
 from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
@@ -139,41 +138,6 @@ class PromptStream:
     follower: Follower | None = None
     counted_from: int = 0
 
-    async def add_text(self, text: str, end: bool, room: int, start: int | None = None) -> int:
-        """Add text to a stream of text. Return how many known tokens are still the same.
-
-        Args:
-            end: whether this is the last text.
-            room: the most tokens that the stream may have.
-            start: the place from which this text replaces all text; ``None``: the end.
-
-        Raises:
-            PromptTooLarge: if the stream would have more tokens; it is unchanged then.
-            StreamGone: if the stream has ended or been used while a long text was tokenised.
-        """
-        own = self.buffer
-        assert own is not None
-        place = len(own.text) if start is None else start
-        retokenized = own.unsettled_characters(place) if end or start is not None else 0
-        characters = len(text) + retokenized
-        # While a thread adds to a copy, requests may use the stream, or leave. The copy also
-        # protects the text that a refused text would have replaced.
-        is_copied = characters > LONG_TEXT or start is not None
-        buffer = own.snapshot() if is_copied else own
-        try:
-            work = partial(_append, buffer, place, text, end, room)
-            kept, tokens = await tokenize_aside(characters, work)
-        except PromptTooLarge:
-            self.kept = min(self.kept, len(own.tokens))
-            raise
-        if is_copied:
-            self.require_unused()
-            self.buffer = buffer
-        self.kept = min(self.kept, kept)
-        if end:
-            self.ids = tokens
-        return kept
-
     def require_unused(self) -> None:
         """Raise StreamGone if the stream has ended, or its final request has come."""
         if self.closed is not None:
@@ -275,27 +239,6 @@ def _may_share(known: array[int], length: int, prompt: array[int]) -> bool:
     Comparing all tokens of hundreds of streams would delay other answers.
     """
     return 0 < length <= len(prompt) and prompt[length - 1] == known[length - 1]
-
-
-def _append(
-    buffer: TokenBuffer, place: int, text: str, end: bool, room: int
-) -> tuple[int, array[int]]:
-    """Replace a buffer's text from ``place`` on.
-
-    Return how many tokens are still the same, and all tokens.
-
-    Raises: PromptTooLarge if there are more than ``room``; appended text is dropped then.
-    """
-    before = buffer.checkpoint()
-    kept, tokens = buffer.replace(place, text, room), buffer.tokens
-    if end and len(tokens) <= room:
-        # The tokens that were uncertain so far count, too.
-        tokens = array("q", buffer.all_tokens())
-        kept = min(kept, common_length(tokens, buffer.tokens))
-    if len(tokens) > room:
-        buffer.restore(before)
-        raise over_context(room)
-    return kept, tokens
 
 
 def gone(stream_id: str, ending: Ending) -> StreamGone:

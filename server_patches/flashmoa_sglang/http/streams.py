@@ -15,12 +15,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import (
     EngineDraining,
     MalformedRequest,
+    PromptTooLarge,
     StreamOutOfOrder,
     StreamUnknown,
     TooManyStreams,
@@ -36,7 +38,7 @@ from flashmoa_sglang.http.stream import (
     gone,
     over_context,
 )
-from flashmoa_sglang.http.tokens.token_buffer import common_length
+from flashmoa_sglang.http.tokens.token_buffer import LONG_TEXT, common_length, tokenize_aside
 from flashmoa_sglang.sglang.options import device_slowdown
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flashmoa_sglang.http.engine import Engine
+    from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -183,17 +186,39 @@ class StreamTable:
     ) -> None:
         """Buffer text, and tokenise it.
 
-        Args: start: a place as the client counts; see :meth:`PromptStream.add_text`.
-        Raises: as there. PromptTooLarge also for a text with too many characters.
+        Args:
+            end: whether this is the last text.
+            start: the place, as the client counts, from which this text replaces all text;
+                ``None``: the end.
+
+        Raises:
+            PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
+            StreamGone: if the stream has ended or been used while a long text was tokenised.
         """
-        room = self.engine.max_prompt_tokens
-        place = None if start is None else stream.counted_from + start
-        before = len(stream.beginning()) if place is None else place
-        if before + len(text) > room * self.limits.characters_per_token:
+        room, own = self.engine.max_prompt_tokens, stream.buffer
+        assert own is not None
+        place = len(own.text) if start is None else stream.counted_from + start
+        if place + len(text) > room * self.limits.characters_per_token:
             raise over_context(room)
-        kept = await stream.add_text(text, end, room, place)
+        retokenized = own.unsettled_characters(place) if end or start is not None else 0
+        characters = len(text) + retokenized
+        # While a thread adds to a copy, requests may use the stream, or leave. The copy also
+        # protects the text that a refused text would have replaced.
+        is_copied = characters > LONG_TEXT or start is not None
+        buffer = own.snapshot() if is_copied else own
+        try:
+            work = partial(_append, buffer, place, text, end, room)
+            kept, tokens = await tokenize_aside(characters, work)
+        except PromptTooLarge:
+            stream.kept = min(stream.kept, len(own.tokens))
+            raise
+        if is_copied:
+            stream.require_unused()
+            stream.buffer = buffer
+        stream.kept = min(stream.kept, kept)
         if end:
-            self.streamed.total += len(stream.ids)
+            stream.ids = tokens
+            self.streamed.total += len(tokens)
             self.streamed.ahead += kept
 
     def make_pinned(
@@ -334,7 +359,7 @@ class StreamTable:
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
         self.engine.release(stream.id)
-        self._handover.wake()
+        self._handover.changed.set()
 
     def take_figures(self, stream_id: str) -> dict[str, Any] | None:
         """Return, once, how the request was computed that has found a stream by its prompt."""
@@ -362,7 +387,7 @@ class StreamTable:
     def keep_alive(self, stream: PromptStream) -> None:
         """Put off a stream's expiry."""
         stream.deadline = time.monotonic() + stream.ttl_seconds
-        self._handover.wake()
+        self._handover.changed.set()
 
     def named_rank(self, http_request: Any) -> int | None:
         """Return the data-parallel rank that a request's header names, if it names one.
@@ -479,3 +504,24 @@ def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Pr
     if common[best] and loads[best] - min(loads) < 16:
         return best
     return loads.index(min(loads))
+
+
+def _append(
+    buffer: TokenBuffer, place: int, text: str, end: bool, room: int
+) -> tuple[int, array[int]]:
+    """Replace a buffer's text from ``place`` on.
+
+    Return how many tokens are still the same, and all tokens.
+
+    Raises: PromptTooLarge if there are more than ``room``; appended text is dropped then.
+    """
+    before = buffer.checkpoint()
+    kept, tokens = buffer.replace(place, text, room), buffer.tokens
+    if end and len(tokens) <= room:
+        # The tokens that were uncertain so far count, too.
+        tokens = array("q", buffer.all_tokens())
+        kept = min(kept, common_length(tokens, buffer.tokens))
+    if len(tokens) > room:
+        buffer.restore(before)
+        raise over_context(room)
+    return kept, tokens

@@ -71,7 +71,7 @@ def next_prefill_batch(
             return result
     finally:
         state.shared = None
-        state.report_counts(scheduler)
+        state.streams.report()
 
 
 def _may_prefill(scheduler: Any) -> bool:
@@ -137,11 +137,12 @@ def _prepared(scheduler: Any, running: Any, step: Step, made: list[Any]) -> Gene
 def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
     state: SchedulerState = scheduler.flashmoa
     most = min(SPARE_ROWS, scheduler.req_to_token_pool.available_size())
-    limits = [step.streams + most * state.streams.beyond, scheduler.max_prefill_tokens]
+    limit = scheduler.max_prefill_tokens
     if scheduler.chunked_prefill_size is not None and not step.mixed:
-        limits.append(scheduler.chunked_prefill_size)
+        limit = min(limit, scheduler.chunked_prefill_size)
+    tokens = min(step.streams, limit - most * state.streams.beyond)
     room = room_for_streams(scheduler, running)
-    return state.streams.make(min(limits), room, most, before=step.before)
+    return state.streams.make(tokens, room, most, before=step.before)
 
 
 def _settle(scheduler: Any, batch: Any, step: Step, decodes: int) -> None:

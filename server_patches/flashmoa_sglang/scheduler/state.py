@@ -11,7 +11,6 @@ from typing import Any
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.messages import (
     CompareTexts,
-    CountUpdate,
     HearAnswers,
     KvQuery,
     KvReport,
@@ -82,19 +81,6 @@ class SchedulerState:
         self.work = 0.0
         self.elsewhere = self.steps_without_streams = 0
         self.duplicates_avoided = self.rode_along = 0
-        self._reported = CountUpdate(0, 0)
-
-    def report_counts(self, scheduler: Any) -> None:
-        """Tell the HTTP process how counts and streams have changed since the last report."""
-        self.streams.report()
-        now, before = CountUpdate(self.duplicates_avoided, self.pins.gave_way), self._reported
-        if now == before:
-            return
-        self._reported = now
-        update = CountUpdate(
-            now.duplicates_avoided - before.duplicates_avoided, now.gave_way - before.gave_way
-        )
-        RELEASE.to_tokenizer(scheduler, update)
 
     def shares(self, scheduler: Any) -> bool | None:
         """Return whether requests share uncomputed tokens; ``None`` without KV of prompts."""

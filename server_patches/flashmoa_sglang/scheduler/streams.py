@@ -136,6 +136,8 @@ class SchedulerStreams:
         # The streams without room for their tokens, now and as last reported.
         self._waiting: set[str] = set()
         self._reported_waiting: set[str] = set()
+        # Tokens of duplicates avoided, and pins that gave way, as last reported.
+        self._reported_counts = 0, 0
 
     def __len__(self) -> int:
         """Return the number of streams whose opener this rank got, and that may prefill more.
@@ -348,13 +350,12 @@ class SchedulerStreams:
         """Make increments for the batch that is built next, and return them.
 
         Args:
-            tokens: the most new tokens of all increments, including ``beyond`` for each.
+            tokens: the most new tokens of all increments, without ``beyond`` for each.
             room: number of KV slots that streams may take.
             most: the most increments.
             before: streams that grow, and are smaller jobs than this one, come first.
         """
         page = self._scheduler.page_size
-        tokens -= most * self.beyond
         fewest = fewest_tokens(len(self), tokens, page)
         growths = self._growths()
         # While many streams are open, none has enough tokens in most steps.
@@ -461,12 +462,17 @@ class SchedulerStreams:
         return stream if stream is not None and stream.increment is req else None
 
     def report(self) -> None:
-        """Tell the HTTP process the progress since the last report."""
+        """Tell the HTTP process how streams and counts have changed since the last report."""
         changed = self._waiting ^ self._reported_waiting
-        if self._progress or changed:
+        avoided, gave_way = self._scheduler.flashmoa.duplicates_avoided, self._pins.gave_way
+        if self._progress or changed or (avoided, gave_way) != self._reported_counts:
             waiting = tuple((id_, id_ in self._waiting) for id_ in sorted(changed))
-            RELEASE.to_tokenizer(self._scheduler, StreamProgress(tuple(self._progress), waiting))
+            before_avoided, before_gave_way = self._reported_counts
+            grown = avoided - before_avoided, gave_way - before_gave_way
+            progress = StreamProgress(tuple(self._progress), waiting, *grown)
+            RELEASE.to_tokenizer(self._scheduler, progress)
             self._progress, self._reported_waiting = [], self._waiting
+            self._reported_counts = avoided, gave_way
 
 
 def take_request(

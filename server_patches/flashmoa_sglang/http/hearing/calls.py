@@ -100,7 +100,7 @@ class HeardCalls:
             return
         call.followers.append(follower)
         for line in call.lines:
-            self._tell_follower(follower, line)
+            follower.note(line.get("content", ""))
         self._hear(call)
 
     def unfollow(self, follower: Follower) -> None:
@@ -204,13 +204,9 @@ class HeardCalls:
     def _tell(self, call: _InFlight, line: dict[str, Any]) -> None:
         add_line(call.lines, line)
         for follower in call.followers:
-            self._tell_follower(follower, line)
+            follower.note(line.get("content", ""))
         if (channel := self._channels.get(call.channel)) is not None:
             channel.tell(line)
-
-    def _tell_follower(self, follower: Follower, line: dict[str, Any]) -> None:
-        if text := line.get("content"):
-            follower.note(text)
 
     def _events(self, call: _InFlight) -> AsyncGenerator[str] | None:
         """Return SGLang's events of the call as a streamed chat; ``None`` if it is no chat."""

@@ -49,7 +49,7 @@ class Follower:
 
     def note(self, text: str) -> None:
         """Note the next text of the call."""
-        if not self._is_stopped:
+        if text and not self._is_stopped:
             self._waiting.append(text)
             self.go_on()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang.costs import UNMEASURED, Costs
-from flashmoa_sglang.messages import CountUpdate, MeasuredCosts, RequestMark, StreamProgress
+from flashmoa_sglang.messages import MeasuredCosts, RequestMark, StreamProgress
 from flashmoa_sglang.moe import asyncep
 from flashmoa_sglang.moe.saturation import LayerTimes
 from flashmoa_sglang.scheduler import results, state, timer
@@ -470,12 +470,12 @@ def test_the_table_has_rows_for_increments(table: type[ReqToTokenPool], rows: in
 
 
 def test_counts_are_reported_by_their_growth(attached: FakeScheduler) -> None:
-    own, told = attached.flashmoa, StreamProgress((("a", 5, 5, 0.1),))
-    own.report_counts(attached)
+    own, increments = attached.flashmoa, (("a", 5, 5, 0.1, None),)
+    own.streams.report()
     assert attached.sent == []
     own.duplicates_avoided = 30
-    own.report_counts(attached)
+    own.streams.report()
     own.duplicates_avoided, own.pins.gave_way = 50, 2
-    own.streams._progress.append(*told.increments)
-    own.report_counts(attached)
-    assert attached.sent == [CountUpdate(30, 0), told, CountUpdate(20, 2)]
+    own.streams._progress.append(*increments)
+    own.streams.report()
+    assert attached.sent == [StreamProgress((), (), 30, 0), StreamProgress(increments, (), 20, 2)]

@@ -155,7 +155,7 @@ class Ranks(Machine):
         self.note(made)
         assert len(made[0]) <= most
         new = [len(req.origin_input_ids) - self.of(req).prefilled for req in made[0]]
-        assert sum(new) <= max(0, tokens)
+        assert sum(new) <= max(0, tokens) + self.beyond * len(new)
         found = sum(known.prefilled - before_matches[id_] for id_, known in self.known.items())
         assert not new or sum(new) + found <= max(0, room) + self.beyond * len(new)
         if joins is not None:

@@ -145,8 +145,8 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         type=_number(float),
         default=FORWARD_MARGIN,
         metavar="FORWARDS",
-        help="an engine is full when its uncomputed prompts fill this number of largest forwards "
-        "(%(default)g); 0: no limit",
+        help="an engine is full when its uncomputed prompts are as much work as this number of its "
+        "largest forwards (%(default)g); 0: no limit",
     )
 
 

@@ -377,8 +377,9 @@ class EngineClient:
         Raises: RequestRefused if requests are still running after ``wait_seconds``.
         """
         try:
-            async with self._open("POST", f"/flush_cache?timeout={wait_seconds}"):
-                pass
+            async with self._open("POST", f"/flush_cache?timeout={wait_seconds}") as response:
+                with translate_errors(self.url):
+                    await response.aread()  # The next request can use the connection.
         except errors.MalformedRequest as error:
             # SGLang answers 400 to a flush that comes too early.
             raise errors.RequestRefused(

@@ -196,8 +196,7 @@ class _Router:
         known, engines = self._dispatcher.policy.engines.items(), self._pool.engines.items()
         gauge("engine_up", "Whether it gets requests", {url: one.is_up for url, one in engines})
         gauge("engine_load", "Prefill work left", {url: one.load.total for url, one in known})
-        limits = {url: one.traits.full for url, one in known if one.traits.full}
-        full = {url: limit.work or limit.tokens for url, limit in limits.items()}
+        full = {url: one.traits.full.work for url, one in known if one.traits.full}
         gauge("engine_threshold", "Prefill work with which it is full", full)
         gauge("engine_blocks", "Blocks in its cache", {url: len(one.blocks) for url, one in known})
         page = generate_latest(self._connections.counted) + generate_latest(registry)

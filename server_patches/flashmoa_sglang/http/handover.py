@@ -34,7 +34,7 @@ class Handover:
     Attributes:
         opening: streams to open in their schedulers.
         unclaimed: ids of streams that go on, because their requests were refused.
-        changed: set when a stream has grown or ended.
+        changed: set when there may be something to hand over.
     """
 
     def __init__(self, engine: Engine, streams: Mapping[str, PromptStream]) -> None:

@@ -167,6 +167,13 @@ def test_eagle_increments_have_one_more_token() -> None:
     assert step(eagle).increments() == [65]
 
 
+def test_eagle_increments_fit_a_chunk_with_these_tokens() -> None:
+    eagle = engine(eagle=True, a=100, b=100)
+    # 16 increments may each have one more token.
+    increments = step(eagle, chunked_prefill_size=66).increments()
+    assert sum(increments) <= 66 and sum(increments) - len(increments) == 50
+
+
 @pytest.mark.parametrize("mixes", [True, False])
 def test_streams_keep_their_turn_until_a_forward(mixes: bool) -> None:
     """Steps of streams alone are never mixed: mixed steps may be wrong on this engine."""

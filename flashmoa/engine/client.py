@@ -173,9 +173,7 @@ class EngineClient:
 
     async def _first_info(self) -> EngineInfo:
         if self._info is None:
-            async with self._answering_soon.limit():
-                any_engine = self._front_end.any_engine
-                _, self._info = await self._ask_engine(lambda engine: engine.info(), any_engine)
+            self._info = await self._ask_any(lambda engine: engine.info())
         return self._info
 
     async def render(self, messages: Messages, **fields: Any) -> str:
@@ -186,16 +184,17 @@ class EngineClient:
         Args:
             fields: the request's other fields, as :func:`prompt_fields` returns them.
 
-        Raises: EngineTimeout if the engine does not answer within 2 s, whatever the client's
-            timeout. An engine that answered no request in that time is then left alone for 10 s.
+        Raises: EngineTimeout if the engine, and each one behind a front end, does not answer within
+            2 s, whatever the client's timeout. An engine that answered no request in that time is
+            then left alone for 10 s.
         """
         fields = prompt_fields(fields)
-        async with self._answering_soon.limit():
-            try:
-                return await self._render("/render", {"messages": list(messages), **fields})
-            except errors.PluginMissing:
-                if self.settings.without_plugin == "off":
-                    raise
+        try:
+            return await self._render("/render", {"messages": list(messages), **fields})
+        except errors.PluginMissing:
+            if self.settings.without_plugin == "off":
+                raise
+            async with self._answering_soon.limit():
                 return await self.plain.render(messages, fields)
 
     async def render_response(self, body: Mapping[str, Any]) -> str:
@@ -204,12 +203,11 @@ class EngineClient:
         Raises: MalformedRequest without the plugin; the client notices that once. See
             :meth:`render`.
         """
-        async with self._answering_soon.limit():
-            try:
-                if self._renders_responses:
-                    return await self._render("/render_response", body)
-            except errors.PluginMissing:
-                self._renders_responses = False
+        try:
+            if self._renders_responses:
+                return await self._render("/render_response", body)
+        except errors.PluginMissing:
+            self._renders_responses = False
         text = "only engines with the plugin render requests of the Responses API"
         raise errors.MalformedRequest(text, 400, "malformed")
 
@@ -217,8 +215,7 @@ class EngineClient:
         def ask(engine: EngineClient) -> Awaitable[wire.RenderedText]:
             return engine.ask("POST", path, wire.RenderedText, body)
 
-        _, rendered = await self._ask_engine(ask, self._front_end.any_engine)
-        return rendered.text
+        return (await self._ask_any(ask)).text
 
     async def prefill_only(
         self,
@@ -332,6 +329,22 @@ class EngineClient:
             return (await engine.ask("DELETE", path, wire.DeletedStream)).usage
         return None
 
+    async def _ask_any(self, ask: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """Ask this server, or any engine behind it, for an answer that is useless later.
+
+        Raises: EngineTimeout if none answers soon; see :class:`SoonAnswers`.
+        """
+
+        async def ask_soon(engine: EngineClient) -> T:
+            async with engine._answering_soon.limit():
+                return await ask(engine)
+
+        async def any_engine() -> EngineClient | None:
+            async with self._answering_soon.limit():
+                return await self._front_end.any_engine()
+
+        return (await self._ask_engine(ask_soon, any_engine))[1]
+
     async def _ask_engine(
         self,
         ask: Callable[[EngineClient], Awaitable[T]],
@@ -339,7 +352,8 @@ class EngineClient:
     ) -> tuple[EngineClient, T]:
         """Ask this server or, if it lacks the plugin, an engine behind it.
 
-        ``place`` finds the engine. Return the client that got the answer, and the answer.
+        ``place`` finds the engine; another one is asked if it is slow or cannot be reached. Return
+        the client that got the answer, and the answer.
         """
         engine = await place() if self._front_end.is_known else None
         try:
@@ -347,17 +361,16 @@ class EngineClient:
         except errors.PluginMissing:
             if engine is not None:
                 raise
-            if (engine := await place()) is None:
+            if await place() is None:
                 if not self._front_end.expects_workers:
                     raise
                 raise errors.EngineUnreachable(
                     f"no worker with prompt streams behind {self.url} can be reached now"
                 ) from None
-        except errors.EngineUnreachable:
+        except (errors.EngineUnreachable, errors.EngineTimeout):
             if engine is None or not self._front_end.drop(engine):
                 raise
-            return await self._ask_engine(ask, place)
-        return engine, await ask(engine)
+        return await self._ask_engine(ask, place)
 
     def _find_stream(self, stream_id: str) -> tuple[EngineClient, str]:
         if is_behind(stream_id):

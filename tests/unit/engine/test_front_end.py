@@ -13,7 +13,7 @@ import pytest
 
 from flashmoa import errors
 from flashmoa._concurrency import all_of, run_cancelled
-from flashmoa.engine import EngineClient, EngineInfo, front_end
+from flashmoa.engine import EngineClient, EngineInfo, front_end, soon
 from flashmoa.engine.front_end import FrontEnd
 from flashmoa.engine.plain import Models, PlainServer
 from flashmoa.link import prompt_feed
@@ -306,6 +306,20 @@ async def test_a_link_through_a_front_end_sends_all() -> None:
         assert worker.routes().count("delete") == 1
         (found,) = of_kind(StreamFound, events)
         assert (found.stream_id, found.figures) == (link.stream_id, None)
+
+
+async def test_another_worker_renders_in_a_slow_ones_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soon, "SOON_SECONDS", 0.2)
+    async with hung_engine() as one, hung_engine() as two, front_end_of(one, two) as client:
+        slow, other = sorted((one, two), key=lambda worker: worker.url)
+        slow.hangs.add("render")
+        for _ in range(2):
+            assert await client.render(MESSAGES) == "x"
+        assert [worker.routes().count("render") for worker in (slow, other)] == [1, 2]
+        # None is left.
+        other.hangs.add("render")
+        with pytest.raises(errors.EngineTimeout):
+            await client.render(MESSAGES)
 
 
 async def test_a_stream_that_cannot_be_found_is_released() -> None:

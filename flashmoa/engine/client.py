@@ -340,6 +340,7 @@ class EngineClient:
                 return await ask(engine)
 
         async def any_engine() -> EngineClient | None:
+            # This server is asked for its workers.
             async with self._answering_soon.limit():
                 return await self._front_end.any_engine()
 

@@ -188,8 +188,8 @@ class StreamTable:
 
         Args:
             end: whether this is the last text.
-            start: the place, as the client counts, from which this text replaces all text;
-                ``None``: the end.
+            start: this text replaces all text from this place on, as the client counts; ``None``:
+                it is appended.
 
         Raises:
             PromptTooLarge: if the prompt would become too long; the stream is unchanged then.

@@ -497,6 +497,20 @@ async def test_progress_is_noted_in_states(engine: FakeEngine, table: StreamTabl
     assert (first.prefilled, first.computed, first.increments) == (100, 100, 3)
 
 
+@pytest.mark.usefixtures("table")
+async def test_a_schedulers_counts_reach_the_metrics(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[tuple[str, int]] = []
+
+    def count(name: str, amount: int) -> None:
+        counted.append((name, amount))
+
+    monkeypatch.setattr(handover.metrics, "count", count)
+    engine.reports_progress(StreamProgress(duplicates_avoided=30, gave_way=2))
+    assert counted == [("duplicate_tokens_avoided", 30), ("streams_gave_way", 2)]
+
+
 @given(moments=st.lists(st.floats(0, 5), max_size=50), streams=st.integers(0, 300))
 def test_appends_are_neither_immediate_nor_late(moments: list[float], streams: int) -> None:
     pace, slower = Pace(), Pace(slowdown=4)

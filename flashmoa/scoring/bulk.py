@@ -21,7 +21,7 @@ from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashmoa._concurrency import all_of
-from flashmoa.errors import FlashMoAError, MalformedRequest, PromptTooLarge
+from flashmoa.errors import FlashMoAError, RequestRefused
 from flashmoa.scoring.contexts import Context
 from flashmoa.scoring.scorer import Scorer
 from flashmoa.scoring.scores import PrefillUsage, Ranking, Scores, Selection
@@ -343,7 +343,9 @@ async def _score_line(scorer: Scorer, raw: RawLine) -> LineResult:
     try:
         line = Line.read(raw.text)
         scores = await line.score_with(scorer)
-    except (ValueError, MalformedRequest, PromptTooLarge) as problem:
+    except (ValueError, RequestRefused) as problem:
+        if isinstance(problem, RequestRefused) and not problem.blames_request:
+            raise
         return LineResult(raw, problem=str(problem))
     return LineResult(raw, make_record(raw.number, line, scores), usage=scores.usage)
 

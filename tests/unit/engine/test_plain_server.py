@@ -171,7 +171,8 @@ async def test_prefills_are_timed_only_if_they_run_alone() -> None:
     assert seconds["1"] is not None
 
 
-async def test_a_message_with_an_image_is_refused() -> None:
-    parts = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "u"}}]
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "u"}}, "Look", None])
+async def test_a_message_of_more_than_text_is_refused(part: object) -> None:
+    parts = [{"type": "text", "text": "Look:"}, part]
     with pytest.raises(MalformedRequest, match="images"):
         await FakeServer(*SGLANG).plain().render([{"content": parts}], {})

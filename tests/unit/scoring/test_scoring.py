@@ -7,15 +7,25 @@ import math
 import random
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.errors import RequestRefused
 from flashmoa.scoring import PrefillUsage, Scores, contexts
-from flashmoa.scoring.bulk import BadLine, Line, make_record, read_batches, work_in_order
+from flashmoa.scoring.bulk import (
+    BadLine,
+    Line,
+    make_record,
+    read_batches,
+    score_file,
+    work_in_order,
+)
 from flashmoa.scoring.scores import probability_mass, softmax
 
 LINES = 80_000
@@ -179,3 +189,32 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert count == LINES - 1000
     assert source.stat().st_size > 15_000_000
     assert 0 < peak < 1_250_000
+
+
+class Refusing:
+    """A scorer whose engine refuses each request with this status."""
+
+    concurrency = 1
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+
+    async def score(self, *_: object, **__: object) -> Scores:
+        raise RequestRefused("no", self._status, "refused")
+
+
+@pytest.mark.parametrize(("status", "skipped"), [(400, 1), (413, 1), (422, 1), (401, 0), (503, 0)])
+async def test_only_a_refusal_that_blames_the_line_skips_it(
+    tmp_path: Path, status: int, skipped: int
+) -> None:
+    source = tmp_path / "lines.jsonl"
+    source.write_text('{"context": "One", "candidates": [" two"]}\n')
+    scorer: Any = Refusing(status)
+    work = partial(
+        score_file, scorer, source, tmp_path / "out", errors=tmp_path / "no", progress=print
+    )
+    if skipped:
+        assert (await work()).skipped == skipped
+    else:
+        with pytest.raises(RequestRefused):
+            await work()

@@ -80,9 +80,12 @@ class Instrumentation(Generic[Client]):
     def __init__(self, client: Client, engine_settings: EngineSettings | None) -> None:
         self.client = client
         self._found = _find_clients(client)
+        # The HTTP clients that no earlier instrumentation observes.
+        self._own: set[object] = set()
         for found in self._found:
             linked_clients[found] = None
-            observe_completions(found._client, current_finder)
+            if observe_completions(found._client, current_finder):
+                self._own.add(found._client)
             if engine_settings is not None:
                 settings_by_http[found._client] = engine_settings
 
@@ -98,14 +101,15 @@ class Instrumentation(Generic[Client]):
         self.close()
 
     def close(self) -> None:
-        """Stop observing the client and its copies. The client stays open.
+        """Stop observing the client and its copies, unless they were instrumented before.
 
-        Repeating this is harmless.
+        The client stays open. Repeating this is harmless.
         """
         for found in self._found:
-            linked_clients.pop(found, None)
-            settings_by_http.pop(found._client, None)
-            stop_observing(found._client, current_finder)
+            if found._client in self._own:
+                linked_clients.pop(found, None)
+                settings_by_http.pop(found._client, None)
+                stop_observing(found._client, current_finder)
 
 
 def instrument(

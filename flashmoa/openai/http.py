@@ -50,7 +50,7 @@ _finders: WeakKeyDictionary[Any, dict[Callable[[], FindObserver | None], None]] 
 )
 
 
-def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -> None:
+def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -> bool:
     """Observe the requests for answers of an HTTP client. Repeating this is harmless.
 
     Each attempt of a retried request is a request of its own.
@@ -60,10 +60,13 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
         current: returns the function that finds the observer of a request in this context, given
             the request and its body; ``None`` if nothing in this context is observed. If several
             functions were given for a client, the first one with an observer counts.
+
+    Returns: whether this function has not observed the client before.
     """
     if http in _finders:
+        is_new = current not in _finders[http]
         _finders[http].setdefault(current)
-        return
+        return is_new
     finders = _finders[http] = {current: None}
     is_async = hasattr(http, "aclose")
     client = ObservedIO(http) if is_async else BlockingIO(http)
@@ -90,6 +93,7 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
         return finish(send(request, **options))
 
     http.send = send if is_async else send_blocking
+    return True
 
 
 def stop_observing(http: Any, current: Callable[[], FindObserver | None]) -> None:

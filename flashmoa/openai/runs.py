@@ -40,6 +40,7 @@ from flashmoa.link.learned_links import LearnedLinkPlanner, SentInPlace
 from flashmoa.link.learned_runs import MAX_PROGRAMS, Program, RecordedRequest
 from flashmoa.link.options import LinkOptions, LinkSettings
 from flashmoa.link.prompt import NotForecastable
+from flashmoa.link.prompt_feed import level_once
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace
 from flashmoa.openai.http import FindObserver, Request
@@ -63,7 +64,6 @@ _programs_lock = threading.Lock()  # Runs may be in several threads.
 _MAX_ENGINES = 256
 # A request waits this long for the event loop of its run; then it is sent unlinked.
 _LOOP_TIMEOUT_SECONDS = 1.0
-_UNLINKED = "A call runs unlinked because of the error below"
 _current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
 _agent: ContextVar[str | None] = ContextVar("flashmoa_agent", default=None)
 # The open runs that were entered with ``with``.
@@ -321,14 +321,13 @@ class Run:
         """Return the observer of a request that is about to be sent, if it can be linked."""
         try:
             hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
-            begin = partial(
-                self._planner.observe, calling_agent(), read_request(request, body), hold_reason
-            )
+            recorded = read_request(request, body)
+            begin = partial(self._planner.observe, calling_agent(), recorded, hold_reason)
             is_here = threading.get_ident() == self._thread
             return begin() if is_here else self._observe_from_thread(begin)
-        except Exception:
+        except Exception as problem:
             # Whatever is wrong with a link, the request must be sent.
-            logger.exception(_UNLINKED)
+            _log_unlinked(problem)
             return None
 
     async def close(self, *, learn: bool) -> None:
@@ -456,8 +455,8 @@ class _CallOfThread(CallObserver):
             self.prompt_stream_id = observer.prompt_stream_id
             self.headers = observer.headers
             self.channel = observer.channel
-        except Exception:
-            logger.exception(_UNLINKED)
+        except Exception as problem:
+            _log_unlinked(problem)
         finally:
             self.has_begun.set()
 
@@ -466,10 +465,15 @@ class _CallOfThread(CallObserver):
             if self._observer is not None:
                 try:
                     getattr(self._observer, method)(*news)
-                except Exception:
-                    logger.exception(_UNLINKED)
+                except Exception as problem:
+                    _log_unlinked(problem)
 
         self._pass_on(tell)
+
+
+def _log_unlinked(problem: Exception) -> None:
+    level = level_once("", repr(problem), logging.ERROR)
+    logger.log(level, "A call runs unlinked because of the error below", exc_info=problem)
 
 
 def current_finder() -> FindObserver | None:

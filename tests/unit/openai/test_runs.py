@@ -200,10 +200,26 @@ async def test_a_client_is_observed_until_it_is_closed(
         await ask(client, "Go.")
         assert seen.count("CallFinished") == 1 and len(seen) == before
         with instrument(client):
+            with instrument(client):
+                await ask(client, "Go.")
             await ask(client, "Go.")
-    assert seen.count("CallFinished") == 2
+        await ask(client, "Go.")
+    assert seen.count("CallFinished") == 3
     with pytest.raises(TypeError, match=r"client of OpenAI in 'client'; give instrument"):
         instrument("client")
+
+
+async def test_a_server_that_cannot_be_linked_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flashmoa.link.prompt_feed._logged", set())
+    client = openai.AsyncOpenAI(base_url=f"{URL.replace('//', '//me:secret@')}/v1", api_key="none")
+    instrument(client)
+    async with client, run("with a password"):
+        for _ in range(2):
+            await ask(client, "Go.")
+    assert [each.levelname for each in caplog.records if "unlinked" in each.message] == ["ERROR"]
+    assert "secret" not in caplog.text
 
 
 @both_clients

@@ -9,11 +9,11 @@ from functools import cached_property
 from math import inf
 from typing import Annotated, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 # What a file says is checked; see ``read_costs``.
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Points = tuple[tuple[int, Seconds], ...]
+Points = tuple[tuple[PositiveInt, Seconds], ...]
 # Numbers of tokens in measured steps, decodes included. Tokens of streams ride along in such steps.
 # Kernels compute tokens in blocks of up to 128, and the rest of a block is nearly free: with
 # Qwen3-32B on an A100, the 129th token adds 20 ms to a step, and the 64 before it 7 together.
@@ -60,20 +60,18 @@ class Costs:
 
     points: Points
     decode_step: Seconds
-    mixed: tuple[tuple[int, int, Seconds], ...] = ()
+    mixed: tuple[tuple[PositiveInt, NonNegativeInt, Seconds], ...] = ()
     per_kv_token: Seconds = 0.0
     per_pair: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        points: list[tuple[int, float]] = []
+        points: dict[int, float] = {}
+        most = inf
         for tokens, seconds in sorted(self.points, reverse=True):
-            most = points[-1][1] if points else inf
-            points.append((tokens, min(seconds, most)))
-        points.reverse()
-        sizes = sorted({tokens for tokens, _ in points})
-        if len(sizes) < 2:
-            raise ValueError(f"Costs need measurements at two different sizes, not at {sizes}.")
-        object.__setattr__(self, "points", tuple(points))
+            most = points[tokens] = min(seconds, most)
+        if len(points) < 2:
+            raise ValueError(f"Costs need measurements at two different sizes, not at {[*points]}.")
+        object.__setattr__(self, "points", tuple(sorted(points.items())))
 
     def prefill(self, tokens: float, context: float = 0) -> float:
         """Return the seconds of a forward that prefills ``tokens`` tokens.
@@ -120,10 +118,10 @@ class Costs:
     @cached_property
     def _lines(self) -> dict[int, list[tuple[int, float]]]:
         """By number of decodes, the measured steps as (tokens with the decodes, seconds)."""
-        steps: dict[int, list[tuple[int, float]]] = {}
+        steps: dict[int, dict[int, float]] = {}
         for count, prefill, seconds in sorted(self.mixed):
-            steps.setdefault(count, []).append((count + prefill, seconds))
-        return {count: line for count, line in steps.items() if len(line) > 1}
+            steps.setdefault(count, {})[count + prefill] = seconds
+        return {count: [*line.items()] for count, line in steps.items() if len(line) > 1}
 
     @property
     def per_token(self) -> float:
@@ -145,16 +143,7 @@ class Costs:
 
     def tokens_within(self, seconds: float) -> int:
         """Return the most tokens whose prefill takes at most ``seconds``; may be 0."""
-        low, high = 0, 1
-        while high < 1 << 20 and self.prefill(high) <= seconds:
-            low, high = high, high * 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.prefill(middle) <= seconds:
-                low = middle
-            else:
-                high = middle
-        return low
+        return max(0, bisect_right(range(1 << 20), seconds, key=self.prefill) - 1)
 
 
 def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:

@@ -42,6 +42,14 @@ def test_costs_need_two_sizes() -> None:
         Costs(((5, 0.1), (5, 0.2)), 0.1)
 
 
+def test_a_size_may_be_measured_repeatedly() -> None:
+    mixed = ((8, 0, 0.02), (8, 16, 0.03), (8, 16, 0.04))
+    costs = Costs(((1, 0.01), (1, 0.02), (512, 0.1)), 0.01, (*mixed, *mixed))
+    assert costs.prefill(1) == 0.01
+    assert 0 <= costs.prefill(0) <= 0.01
+    assert costs.added(8, 16) == pytest.approx(0.02)
+
+
 def test_the_most_efficient_forward_need_not_be_the_largest() -> None:
     assert Costs(((1, 0.1), (256, 0.64), (512, 1.5)), 0.1).per_token_at_best == 0.64 / 256
 

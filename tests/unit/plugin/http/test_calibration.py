@@ -387,6 +387,8 @@ def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
         ({"costs": None}, "had not measured its costs yet"),
         ({"costs": asdict(MEASURED) | {"points": [[1, 0.1]]}}, "two different sizes"),
         ({"costs": asdict(MEASURED) | {"points": [[1, 0.1], [2]]}}, "costs.points.1.1"),
+        ({"costs": asdict(MEASURED) | {"points": [[0, 0.1], [2, 1]]}}, "points.0.0: .* than 0"),
+        ({"costs": asdict(MEASURED) | {"mixed": [[0, 31, 1]]}}, "mixed.0.0: .* than 0"),
         ({"costs": asdict(MEASURED) | {"decode_step": -1}}, "costs.decode_step: .* equal to 0"),
         ({"costs": asdict(MEASURED) | {"per_pair": -1}}, "costs.per_pair: .* equal to 0"),
         ({"costs": asdict(MEASURED) | {"mixed": [[1, 31, inf]]}}, "0.2: .* finite"),

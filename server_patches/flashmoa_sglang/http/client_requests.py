@@ -401,7 +401,8 @@ async def prewarm(
         raise MalformedRequest(f"{reason}, so that no prompt can be warmed; leave prewarm out.")
     if is_list(obj) or not has_one_answer(obj):
         raise MalformedRequest("Warm prompts one by one, each with one answer: leave n out.")
-    put_mark(obj, RequestMark())
+    if not has_stream(obj):
+        put_mark(obj, RequestMark())
     obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}
     async with aclosing(original(manager, obj, http_request)) as outputs:
         async for output in outputs:

@@ -181,7 +181,8 @@ class HeardCalls:
             heard.end()
             if is_first:
                 del self._calls[obj.rid]
-                self._tell_scheduler(HearAnswers(ended=(obj.rid,)), call)
+                if call.is_heard:
+                    self._tell_scheduler(HearAnswers(ended=(obj.rid,)), call)
 
     def _hear(self, call: _InFlight) -> None:
         rid = call.request.rid

@@ -191,7 +191,9 @@ async def test_prewarming_uses_the_stream(engine: Any, table: StreamTable, role:
     stream = open_stream(table, ids=range(5))
     warm = {"meta_info": {**TOKEN["meta_info"], "prompt_tokens": 10, "cached_tokens": 5}}
     chat: dict[str, Any] = {"messages": [], "prompt_cache_options": {"prewarm": True}}
-    await send(table, stream.id, warm, **chat)
+    sent = await send(table, stream.id, warm, **chat)
+    # The scheduler makes no more increments of a stream whose request has come.
+    assert role is not None or client_requests.has_stream(sent)
     # An engine that refuses to prewarm leaves it.
     assert stream.closed == ("used" if role is None else None)
     assert ("prompt_stream" in warm["meta_info"]) == (role is None)

@@ -26,7 +26,7 @@ from pydantic import RootModel
 import flashmoa
 from flashmoa.engine import EngineClient, EngineInfo, StreamUse
 from flashmoa.errors import BadAnswer, EngineError, EngineUnreachable, PluginMissing, RequestRefused
-from flashmoa.link.prompt import NotForecastable, Placeholders
+from flashmoa.link.prompt import Placeholders
 from flashmoa.observe import Event, LinkClosed
 from flashmoa.workflow import Workflow
 
@@ -411,11 +411,7 @@ async def _prediction_problem(engine: EngineClient) -> str | None:
         return [_user_message(f"Shorten this:\n{text}\nBriefly.")]
 
     placeholders = Placeholders(["writer"])
-    try:
-        rendered = await engine.render(messages(placeholders.padded("writer")))
-        prompt = placeholders.build_prompt(rendered)
-    except NotForecastable as error:
-        return str(error).removeprefix("the chat template ")
+    prompt = placeholders.build_prompt(await engine.render(messages(placeholders.padded("writer"))))
     if not prompt.slots:
         return "leaves texts out"
     for slot in prompt.slots:

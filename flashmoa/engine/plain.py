@@ -187,8 +187,8 @@ class Models(BaseModel):
 def _is_text(content: Any) -> bool:
     if not isinstance(content, list):
         return True
-    parts = cast("list[Any]", content)
-    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+    parts = cast("list[object]", content)
+    return all(isinstance(part, dict) and ("type", "text") in part.items() for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ from flashmoa.frameworks import (
 )
 from flashmoa.link.after_tools import name_calls
 from flashmoa.link.expected import Writers
+from flashmoa.link.limits import Recent
 from flashmoa.observe import LinkDeclined, Listener
 from flashmoa.observe.report import Reported
 from flashmoa.openai import instrument
@@ -185,7 +186,7 @@ class LinkPlugin(BasePlugin, Reported):
         self.report = Report(self._listener)
         # By invocation id; several may run at once.
         self._runs: dict[str, RunPlanner] = {}
-        self._declined: set[tuple[str, str]] = set()
+        self._declined = Recent[tuple[str, str], None]()
 
     async def before_run_callback(self, *, invocation_context: Any) -> None:
         for invocation_id, run in list(self._runs.items()):
@@ -240,7 +241,7 @@ class LinkPlugin(BasePlugin, Reported):
         """
         agent = getattr(context.agent, "name", "(graph)")
         if (agent, reason) not in self._declined:
-            self._declined.add((agent, reason))
+            self._declined[agent, reason] = None
             self.report(LinkDeclined(agent=agent, engine="", reason=reason))
 
     async def _end(self, invocation_id: str) -> None:

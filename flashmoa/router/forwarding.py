@@ -109,10 +109,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # The client has disconnected and reads no answer.
 
 
-def make_endpoint(
-    handler: Handler, max_body_bytes: int
-) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that lets ``handler`` answer a request while its client is connected."""
+def make_route(path: str, handler: Handler, max_body_bytes: int, *methods: str) -> Route:
+    """Return a route whose requests ``handler`` answers while their clients are connected."""
 
     async def endpoint(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
@@ -129,11 +127,7 @@ def make_endpoint(
             return await handler(call)
         return Response(status_code=499)
 
-    return endpoint
-
-
-def make_route(path: str, handler: Handler, max_body_bytes: int, *methods: str) -> Route:
-    return Route(path, make_endpoint(handler, max_body_bytes), methods=list(methods))
+    return Route(path, endpoint, methods=list(methods))
 
 
 def parse_object(text: str | bytes | memoryview) -> dict[str, Any]:

@@ -233,17 +233,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             multiple_system_messages=False,
         )
 
-    def _process_create_args(
-        self,
-        messages: Sequence[LLMMessage],
-        tools: Sequence[Tool | ToolSchema],
-        tool_choice: ToolChoice,
-        json_output: JsonOutput,
-        extra_create_args: Mapping[str, Any],
-    ) -> CreateParams:
-        params = super()._process_create_args(
-            messages, tools, tool_choice, json_output, extra_create_args
-        )
+    def _process_create_args(self, *args: Any, **kwargs: Any) -> CreateParams:
+        params = super()._process_create_args(*args, **kwargs)
         if self._merge_user_messages:
             params.messages[:] = merge_user_messages(params.messages)
         return params

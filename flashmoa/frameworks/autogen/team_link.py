@@ -8,14 +8,13 @@ from typing import Any, Unpack
 
 import anyio
 from autogen_agentchat.agents import SocietyOfMindAgent
-from autogen_agentchat.messages import BaseChatMessage
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_core import AgentId
 
 from flashmoa._concurrency import all_of
 from flashmoa.frameworks.autogen.calls import ToolAnswer, observe_tools
 from flashmoa.frameworks.autogen.client import FlashMoAChatCompletionClient
-from flashmoa.frameworks.autogen.dry_run import DryRun, client_of
+from flashmoa.frameworks.autogen.dry_run import client_of
 from flashmoa.frameworks.autogen.team_members import MANAGER, SUMMARY, TeamMembers, TeamParts
 from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.calls import CallRequest, CallResult
@@ -248,7 +247,12 @@ class TeamLinkPlanner(LinkPlanner):
                 return has_received(received, expected, prompt)
             return (received == 0 and now == turn) or awaits(now, expected - received, prompt)
 
-        requests = await predict_requests(members.dry_runs(agent), futures)
+        requests: list[ChatRequest] = []
+        for dry_run in members.dry_runs(agent):
+            for future in futures:
+                request = await dry_run(future)
+                if request not in requests:
+                    requests.append(request)
         return ExpectedRequest(turn, requests, placeholders, holds)
 
     def possible(self) -> set[str]:
@@ -351,23 +355,3 @@ def awaits(turn: Turn, missing: int, prompt: Prompt) -> bool:
     """
     awaited = {slot.name for slot in prompt.slots if slot.is_open}
     return UNCERTAIN not in awaited and awaited == set(turn.writers) and len(awaited) <= missing
-
-
-async def predict_requests(
-    dry_runs: Sequence[DryRun], futures: Sequence[Sequence[BaseChatMessage]]
-) -> list[ChatRequest]:
-    """Return the different requests that an agent may make.
-
-    Args:
-        dry_runs: dry runs of its next turn, one for each possibility.
-        futures: the messages it may receive until then, one list for each possibility.
-
-    Raises: NotForecastable, see :data:`DryRun`.
-    """
-    requests: list[ChatRequest] = []
-    for dry_run in dry_runs:
-        for future in futures:
-            request = await dry_run(future)
-            if request not in requests:
-                requests.append(request)
-    return requests

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,6 +42,7 @@ from flashmoa.frameworks.autogen.dry_run import (
 from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.expected import Turn, Writers
 from flashmoa.link.prompt import NotForecastable, Placeholders
+from flashmoa.openai.http import finish
 
 # The name of the manager's own calls (Selector, MagenticOne); no participant can have this name.
 MANAGER = "(manager)"
@@ -418,50 +418,34 @@ def _graph_turns(manager: Any, speaker: str) -> list[Turn]:
 
 
 class _GraphRun:
-    """Steps through a graph on a copy of a ``GraphFlowManager``'s counters."""
+    """Steps through a graph on a copy of a ``GraphFlowManager``, by AutoGen's own code."""
 
     def __init__(self, manager: Any) -> None:
         self._edges = manager._edges
-        self._activation = manager._activation
-        self._remaining = copy.deepcopy(manager._remaining)
-        self._origin = manager._origin_remaining
-        self._enqueued = copy.deepcopy(manager._enqueued_any)
-        self._triggered = copy.deepcopy(manager._triggered_activation_groups)
-        self._ready: deque[str] = deque(manager._ready)
+        self._shadow: Any = copy.copy(manager)
+        self._shadow._message_thread = []
+        # A condition may be code of the user's.
+        unconditional = {"condition": None, "condition_function": None}
+        self._shadow._edges = {
+            name: [edge.model_copy(update=unconditional) for edge in edges]
+            for name, edges in manager._edges.items()
+        }
+        for name in ("_remaining", "_enqueued_any", "_triggered_activation_groups", "_ready"):
+            setattr(self._shadow, name, copy.deepcopy(getattr(manager, name)))
 
     def finish(self, names: Sequence[str]) -> bool:
         """Continue as if these agents had spoken and the conditions of their edges held.
 
         Returns: whether no edge had a condition.
         """
+        for name in names:
+            finish(self._shadow.update_message_thread([TextMessage(content="", source=name)]))
         edges = [edge for name in names for edge in self._edges.get(name, ())]
-        for edge in edges:
-            self._follow(edge.target, edge.activation_group)
         return all(edge.condition is None and edge.condition_function is None for edge in edges)
-
-    def _follow(self, target: str, group: str) -> None:
-        if self._activation[target][group] == "all":
-            self._remaining[target][group] -= 1
-            if self._remaining[target][group] != 0:
-                return
-        elif self._enqueued[target][group]:
-            return
-        else:
-            self._enqueued[target][group] = True
-        self._ready.append(target)
-        self._triggered.setdefault(target, set()).add(group)
 
     def drain(self) -> list[str]:
         """Return the names of the agents that speak next, and reset their counters."""
-        names = list(dict.fromkeys(self._ready))
-        self._ready.clear()
-        for name in names:
-            for group in self._triggered.pop(name, ()):
-                if self._activation[name][group] == "any":
-                    self._enqueued[name][group] = False
-                else:
-                    self._remaining[name][group] = self._origin[name][group]
-        return names
+        return list(dict.fromkeys(finish(self._shadow.select_speaker(()))))
 
 
 def _selector_turns(manager: Any, speaker: str) -> list[Turn]:

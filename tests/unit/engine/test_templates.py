@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.errors import MalformedRequest
 from flashmoa.frameworks.autogen.dry_run import agent_dry_runs
-from flashmoa.frameworks.autogen.team_link import predict_requests
 from flashmoa.link.prompt import Placeholders
 from tests.chat_templates import ALTERNATING, TEMPLATES, Renderer
 
@@ -48,7 +47,7 @@ async def predict_and_send(
     placeholders = Placeholders(writers)
     (dry_run,) = agent_dry_runs(agent, [TextMessage(content="A trip, please.", source="user")])
     future = [TextMessage(content=placeholders.padded(name), source=name) for name in writers]
-    (request,) = await predict_requests([dry_run], [future])
+    request = await dry_run(future)
     prompt = placeholders.build_prompt(await request.render())
     before = prompt.stable()
     for slot in prompt.slots:

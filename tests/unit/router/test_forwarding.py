@@ -12,7 +12,6 @@ from anyio.abc import SocketAttribute, SocketStream
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.responses import Response
-from starlette.routing import Route
 
 from flashmoa.router import forwarding
 from tests.unit.engine.faulty_engine import receive
@@ -106,9 +105,7 @@ async def test_the_target_is_forwarded_as_sent() -> None:
         calls.append(call)
         return Response()
 
-    app = Starlette(
-        routes=[Route("/{path:path}", forwarding.make_endpoint(answer, 10), methods=["POST"])]
-    )
+    app = Starlette(routes=[forwarding.make_route("/{path:path}", answer, 10, "POST")])
     ours = {"authorization": "Bearer k"}
     headers = {"host": "x/flush_cache?", "Expect": "100-continue", "Content-Length": "9"}
     await RouterClient(app)("POST", "/tokenize/a%20b\xe9", b"", headers | ours, b"c=%2F")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +42,7 @@ def graph_manager(edges: Edges, size: int, conditions: Edges = frozenset()) -> A
         _origin_remaining={name: Counter(groups) for name, groups in counts},
         _triggered_activation_groups={},
         _graph=graph,
-        _ready=[],
+        _ready=deque(),
         _active_speakers=["a0"],
         _max_turns=None,
         _current_turn=0,

@@ -83,12 +83,14 @@ async def start_dynamo(
             dynamo.workers.append(worker)
             dynamo.engines.append(engine)
             with anyio.fail_after(300):
-                while not await _is_listed(dynamo.url, port):
+                while not await _is_listed(http, dynamo.url, port):
                     if worker.returncode is not None or front_end.returncode is not None:
                         raise RuntimeError(f"a process has ended at its start; see {folder}/*.log")
                     await anyio.sleep(0.5)
             await wait_for_costs(engine)
 
+        # One for all questions: each new client reads the system's certificates for 80 ms.
+        http = await stack.enter_async_context(httpx.AsyncClient())
         cores, port = itertools.count(), free_port()
         command = [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file"]
         command += ["--router-mode", "kv", "--http-port", str(port), "--migration-limit", "3"]
@@ -110,13 +112,12 @@ def _one_core(core: int) -> dict[str, str]:
     return {"SGLANG_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
 
 
-async def _is_listed(url: str, port: int) -> bool:
+async def _is_listed(http: httpx.AsyncClient, url: str, port: int) -> bool:
     """Return whether a front end lists the worker whose engine has this port."""
-    async with httpx.AsyncClient() as http:
-        try:
-            instances = (await http.get(f"{url}/health")).json()["instances"]
-        except httpx.TransportError:
-            return False
+    try:
+        instances = (await http.get(f"{url}/health")).json()["instances"]
+    except httpx.TransportError:
+        return False
     return any(f":{port + 1}/" in str(each["transport"]) for each in instances)
 
 

@@ -32,6 +32,8 @@ pytest.importorskip("dynamo.frontend", reason="make test-dynamo has Dynamo")
 sys.path.insert(0, str(ROOT / "examples"))
 from dynamo_team import MODEL, Dynamo, start_dynamo
 
+# Workers take a minute to start, and two on a busy machine.
+pytestmark = pytest.mark.timeout(600)
 HANG_SECONDS = 4
 
 

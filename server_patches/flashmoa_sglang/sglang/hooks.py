@@ -163,7 +163,7 @@ async def handle_chat(
     if gaps is None:
         result = await serving
     else:
-        api = sent_answers.CHAT if hasattr(request, "messages") else sent_answers.RESPONSES
+        api = sent_answers.Chat if hasattr(request, "messages") else sent_answers.Responses
         result = await gaps.follow(api, serving)
     if stream_request is None:
         return result
@@ -176,7 +176,7 @@ async def handle_messages(
     """Follow the answer of Anthropic's API; wraps ``AnthropicServing.handle_messages``."""
     serving = original(messages, request, raw_request)
     gaps: ToolGaps | None = messages.openai_serving_chat.tokenizer_manager.flashmoa_tool_gaps
-    return await (serving if gaps is None else gaps.follow(sent_answers.MESSAGES, serving))
+    return await (serving if gaps is None else gaps.follow(sent_answers.Messages, serving))
 
 
 async def without_streams(

@@ -291,7 +291,7 @@ async def calibrate(engine: Engine) -> None:
     is_given = Options.from_environment().saturation > 0
     ranks = await engine.kv()
     _log_what_is_off(ranks)
-    most, together = engine.largest_forward(ranks), engine.steps_together
+    most, together = engine.largest_forward(ranks), any(rank.steps_together for rank in ranks)
     waits_for = _waits_for(None, most, together=together) if is_given else None
     if is_given:
         engine.use_costs(None, waits_for)

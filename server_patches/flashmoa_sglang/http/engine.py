@@ -122,11 +122,6 @@ class Engine:
         return self._arguments.enable_mis
 
     @property
-    def steps_together(self) -> bool:
-        """Whether ranks step together, so that other ranks would wait for a prefill that waits."""
-        return RELEASE.steps_together(self._arguments)
-
-    @property
     def warming_up(self) -> bool:
         return self._manager.server_status.value == "Starting"
 

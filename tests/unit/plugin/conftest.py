@@ -33,6 +33,7 @@ def fake_release() -> Generator[None]:
         patch.setattr(RELEASE, "no_batch", lambda running: (None, running))
         patch.setattr(RELEASE, "resolve_arguments", lambda arguments: arguments)
         patch.setattr(RELEASE, "pipeline_stages", lambda _: 1)
+        patch.setattr(RELEASE, "dp_rank", lambda _: 0)
         patch.setattr(RELEASE, "why_no_rides", lambda _: "")
         patch.setattr(RELEASE, "why_late", lambda _: "")
         patch.setattr(RELEASE, "check_host_cache", lambda _: None)

@@ -165,24 +165,6 @@ class Release:
         # The replicas, times the ranks of DP attention.
         return arguments.dp_size * arguments.attn_dp_size
 
-    def steps_together(self, arguments: Any) -> bool:
-        """Return whether ranks with different requests may have to be in the same forward.
-
-        They have to with pipeline stages, and if SGLang lets ranks agree on each batch. Only a
-        scheduler knows for certain that they agree (``require_mlp_sync``).
-        """
-        return (
-            arguments.pp_size > 1
-            or self.divides_attention(arguments)
-            or arguments.moe_a2a_backend != "none"
-            or arguments.moe_dense_tp_size is not None
-        )
-
-    def divides_attention(self, arguments: Any) -> bool:
-        from sglang.srt.runtime_context import attn_dp_enabled_of
-
-        return attn_dp_enabled_of(arguments)
-
     # The HTTP process.
 
     def forget_refused(self, generate: Callable[..., Any]) -> Callable[..., Any]:

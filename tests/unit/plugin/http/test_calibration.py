@@ -87,8 +87,9 @@ class FakeEngine:
         self.costs, self.waits_for = costs or UNMEASURED, waits_for
 
     async def kv(self) -> list[Any]:
-        off = {"no_rides": self.no_rides, "late_kv": ""}
-        return [SimpleNamespace(max_running=most, total=8000, **off) for most in self.max_running]
+        rank = {"total": 8000, "no_rides": self.no_rides, "late_kv": ""}
+        rank["steps_together"] = self.steps_together
+        return [SimpleNamespace(max_running=most, **rank) for most in self.max_running]
 
     def abort(self, rid: str) -> None:
         self._decoding.pop(rid, None)

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Hashable
 
-    import numpy as np
-    from numpy.typing import NDArray
-
 # The dotted path of a function of SGLang, and the plugin's function that wraps it.
 Fix = tuple[str, "Callable[..., Any]"]
 
@@ -304,12 +301,6 @@ class Release:
     def computed_until(self, req: Any) -> int:
         """Return the end of the request's tokens that its batch computes."""
         return req.extend_end
-
-    def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:
-        """Return a copy of the request's tokens from ``start`` to ``end``."""
-        import numpy
-
-        return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
 
     def radix_key(self, req: Any, end: int) -> Any:
         return self.key_of(req.full_untruncated_fill_ids[:end], req)

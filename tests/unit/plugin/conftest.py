@@ -42,7 +42,6 @@ def fake_release() -> Generator[None]:
         patch.setattr(RELEASE, "computed_until", lambda req: req.computed)
         patch.setattr(RELEASE, "uncached_tokens", lambda _tree, req: req.flashmoa.uncached)
         patch.setattr(RELEASE, "key_of", lambda tokens, _req: list(tokens))
-        patch.setattr(RELEASE, "radix_key", lambda req, end: req.origin_input_ids[:end])
         patch.setattr(streams, "match_and_pin", lambda tree, key: tree.match_and_pin(key))
         yield
 

@@ -302,9 +302,6 @@ class Release:
         """Return the end of the request's tokens that its batch computes."""
         return req.extend_end
 
-    def radix_key(self, req: Any, end: int) -> Any:
-        return self.key_of(req.full_untruncated_fill_ids[:end], req)
-
     def key_of(self, tokens: array[int], req: Any) -> Any:
         """Return the key of tokens in the radix tree, in the namespace of a request."""
         from sglang.srt.mem_cache.radix_cache import RadixKey

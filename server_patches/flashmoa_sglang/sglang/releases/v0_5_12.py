@@ -224,11 +224,6 @@ class Release0512(Release0521):
         # SGLang cuts ``fill_ids`` off when a chunk of the request joins the batch.
         return len(req.fill_ids)
 
-    def radix_key(self, req: Any, end: int) -> Any:
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return RadixKey(req.fill_ids[:end], req.extra_key)
-
     def key_of(self, tokens: array[int], req: Any) -> Any:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 

@@ -458,6 +458,7 @@ def test_ranks_that_step_together_say_so(
 ) -> None:
     attached.require_mlp_sync = agree
     monkeypatch.setattr(RELEASE, "pipeline_stages", lambda _: stages)
+    monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
     pool = SimpleNamespace(device="cpu")
     attached.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: pool)
     attached._request_dispatcher._mapping[KvQuery](KvQuery(7))

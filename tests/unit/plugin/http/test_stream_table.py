@@ -21,7 +21,7 @@ from flashmoa_sglang.http.stream import CallText, PromptStream, Terms
 from flashmoa_sglang.http.streams import Pace, StreamTable, choose_rank
 from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress
-from flashmoa_sglang.sglang.hooks import unload_adapter
+from flashmoa_sglang.sglang.hooks import without_streams
 from flashmoa_sglang.sglang.releases import RELEASE, Release
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,7 +117,7 @@ async def test_unloading_an_adapter_ends_streams(engine: FakeEngine, table: Stre
         return obj.lora_name
 
     manager, unloaded = SimpleNamespace(flashmoa_table=table), SimpleNamespace(lora_name="a")
-    assert await unload_adapter(unload, manager, unloaded) == "a"
+    assert await without_streams(unload, manager, unloaded) == "a"
     assert {name for name, stream in streams.items() if stream.closed} == {"a"}
     opened("a")
 

@@ -123,7 +123,7 @@ class Api:
             "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
-            "streamed_tokens": asdict(self._table.streamed),
+            "streamed_tokens": self._table.streamed,
             "in_flight": {
                 **self._engine.in_flight(),
                 **(self._calls.in_flight() if self._calls else {}),

@@ -77,14 +77,6 @@ class Limits:
     repeated_characters: int = 250_000_000
 
 
-@dataclass(slots=True)
-class StreamedTokenCount:
-    """Tokens of text streams that have ended: ``total``, and ``ahead``, known before the end."""
-
-    total: int = 0
-    ahead: int = 0
-
-
 class Ended(NamedTuple):
     """How a stream ended, and its request's figures if the answer does not have them."""
 
@@ -97,13 +89,15 @@ class StreamTable:
 
     Attributes:
         calls: the calls that streams can follow; ``None`` if this engine hears none.
+        streamed: number of tokens of the text streams that have ended, and of those tokens that
+            were known before the end.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.limits = Limits()
         self.calls: FollowedCalls | None = None
         self.engine = engine
-        self.streamed = StreamedTokenCount()
+        self.streamed = {"total": 0, "ahead": 0}
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         # The adapters that are being unloaded; ``None`` for each change of the whole engine.
@@ -218,8 +212,8 @@ class StreamTable:
         stream.kept = min(stream.kept, kept)
         if end:
             stream.ids = tokens
-            self.streamed.total += len(tokens)
-            self.streamed.ahead += kept
+            self.streamed["total"] += len(tokens)
+            self.streamed["ahead"] += kept
 
     def make_pinned(
         self,

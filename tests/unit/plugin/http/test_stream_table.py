@@ -122,6 +122,17 @@ async def test_unloading_an_adapter_ends_streams(engine: FakeEngine, table: Stre
     opened("a")
 
 
+async def test_figures_that_nobody_takes_are_dropped(table: StreamTable) -> None:
+    """The endings of their streams are remembered longer."""
+    streams: list[PromptStream] = []
+    for number in range(600):
+        streams.append(open_stream(table, ids=[1]))
+        table.close(streams[-1], "used", {"late_tokens": number} if number != 550 else None)
+    assert {table.find(stream.id) for stream in streams} == {(None, "used")}
+    kept = [stream for stream in streams if table.take_figures(stream.id) is not None]
+    assert kept == [*streams[87:550], *streams[551:]]
+
+
 async def test_a_stream_that_cannot_open_stays_valid(
     engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
 ) -> None:

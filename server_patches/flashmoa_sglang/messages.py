@@ -170,6 +170,7 @@ class KvReport:
         no_rides: why no tokens ride along with decode steps; empty if some do.
         late_kv: why KV enters the radix tree only with the result of its forward; empty if it does
             so at the forward's launch.
+        steps_together: whether ranks with different requests may have to be in the same forward.
     """
 
     query: int
@@ -189,6 +190,7 @@ class KvReport:
     shares: bool | None = None
     no_rides: str = ""
     late_kv: str = ""
+    steps_together: bool = False
 
 
 @dataclass(frozen=True, slots=True)

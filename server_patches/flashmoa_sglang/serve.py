@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashmoa_sglang.sglang import torchvision_ops
 from flashmoa_sglang.sglang.options import lacks_accelerator
@@ -19,9 +19,6 @@ from flashmoa_sglang.sglang.releases import RELEASE, installed, too_old
 if lacks_accelerator():
     torchvision_ops.allow_mismatched_build()
 RELEASE.prepare_import()
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
@@ -41,12 +38,10 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     run(*args, **kwargs)
 
 
-def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
+def serve(argv: list[str]) -> None:
     """Run a server until it is stopped.
 
-    Args:
-        argv: SGLang's arguments, without the program's name.
-        on_ready: called when the server is ready.
+    Args: argv: SGLang's arguments, without the program's name.
     """
     from sglang.srt.plugins import load_plugins
 
@@ -63,7 +58,6 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
         arguments,
         run_scheduler_process_func=run_scheduler_process,
         run_detokenizer_process_func=run_detokenizer_process,
-        launch_callback=on_ready,
     )
 
 

@@ -36,7 +36,7 @@ from flashmoa_sglang.http.hearing.calls import (
 )
 from flashmoa_sglang.http.rendering import ChatRenderer
 from flashmoa_sglang.http.scoring.routes import ScoringApi
-from flashmoa_sglang.http.stream import CallText, Prefilled, PromptStream
+from flashmoa_sglang.http.stream import CallText, PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
 from flashmoa_sglang.messages import RequestMark
@@ -123,7 +123,7 @@ class Api:
             "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
-            "streamed_tokens": asdict(self._table.streamed),
+            "streamed_tokens": self._table.streamed,
             "in_flight": {
                 **self._engine.in_flight(),
                 **(self._calls.in_flight() if self._calls else {}),
@@ -166,11 +166,10 @@ class Api:
         terms = replace(terms, dp_rank=self._table.named_rank(request))
         started = time.perf_counter()
         meta = await self._engine.generate(ids, RequestMark(), terms=terms, http_request=request)
-        prefilled = Prefilled.read(meta)
         return {
-            "prompt_tokens": prefilled.prompt_tokens,
-            "cached_tokens": prefilled.cached_tokens,
-            "prefilled_tokens": prefilled.prompt_tokens - prefilled.cached_tokens,
+            "prompt_tokens": meta["prompt_tokens"],
+            "cached_tokens": meta["cached_tokens"],
+            "prefilled_tokens": meta["prompt_tokens"] - meta["cached_tokens"],
             "seconds": time.perf_counter() - started,
         }
 

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ValidationError
 from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, Costs, TimedForward
 from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import ApiError
-from flashmoa_sglang.http.stream import Prefilled
 from flashmoa_sglang.messages import ForwardTimes, RequestMark
 from flashmoa_sglang.moe.saturation import LayerTimes, Saturation, find_saturation
 from flashmoa_sglang.sglang.options import Options, device_slowdown
@@ -229,7 +228,7 @@ class Measurement:
         await self._wait_until_idle()
         mark = RequestMark(timed=True, rides=rides)
         try:
-            Prefilled.read(await self._engine.generate(input_ids, mark))
+            await self._engine.generate(input_ids, mark)
         except ApiError as error:
             self._failure = error
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -291,7 +290,7 @@ async def calibrate(engine: Engine) -> None:
     is_given = Options.from_environment().saturation > 0
     ranks = await engine.kv()
     _log_what_is_off(ranks)
-    most, together = engine.largest_forward(ranks), engine.steps_together
+    most, together = engine.largest_forward(ranks), any(rank.steps_together for rank in ranks)
     waits_for = _waits_for(None, most, together=together) if is_given else None
     if is_given:
         engine.use_costs(None, waits_for)

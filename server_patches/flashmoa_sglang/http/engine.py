@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http.errors import DecodesOnly, EngineBusy, EngineFailed, MalformedRequest
-from flashmoa_sglang.http.stream import Prefilled, Terms
+from flashmoa_sglang.http.stream import Terms
 from flashmoa_sglang.http.tokens.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
     STREAM_OPENED,
@@ -122,11 +122,6 @@ class Engine:
         return self._arguments.enable_mis
 
     @property
-    def steps_together(self) -> bool:
-        """Whether ranks step together, so that other ranks would wait for a prefill that waits."""
-        return RELEASE.steps_together(self._arguments)
-
-    @property
     def warming_up(self) -> bool:
         return self._manager.server_status.value == "Starting"
 
@@ -206,12 +201,10 @@ class Engine:
         # SGLang requires a token. The stream's tokens follow in messages.
         try:
             mark = RequestMark(stream, opens=True, expected_output=terms.expected_output)
-            meta = await self.generate([0], mark, terms=terms)
+            await self.generate([0], mark, terms=terms)
         except EngineBusy as error:
             if STREAM_OPENED not in str(error):
                 raise
-        else:
-            Prefilled.read(meta)
 
     def send(self, message: StreamTokens | HearAnswers) -> None:
         """Send a message to every scheduler."""
@@ -233,7 +226,7 @@ class Engine:
         Without ``new_tokens``, the request computes its KV for the radix tree and samples nothing.
 
         Args: on_token: called with the ``meta_info`` whenever the answer has grown.
-        Raises: as :meth:`run`.
+        Raises: as :meth:`run`, and EngineFailed if SGLang has aborted the request.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -266,6 +259,12 @@ class Engine:
             self._timed -= mark.timed
         if meta is None:
             raise EngineFailed("SGLang ended the prefill without an answer; see its log")
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            message = reason.get("message", "aborted")
+            raise EngineFailed(
+                f"SGLang has aborted the prefill: {message}. Send the whole request instead."
+            )
         return meta
 
     async def run(self, request: Any, http_request: Any) -> AsyncGenerator[dict[str, Any]]:

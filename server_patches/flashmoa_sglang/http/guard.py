@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 
 from flashmoa_sglang.http.asked import list_params
-from flashmoa_sglang.http.engine import is_ours
+from flashmoa_sglang.http.engine import NO_GRAMMAR, is_ours
 from flashmoa_sglang.http.errors import MalformedRequest, shown
 from flashmoa_sglang.moe import kv_free
 from flashmoa_sglang.sglang.releases import RELEASE
@@ -53,7 +53,6 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     "repetition_penalty": (Real, 0, 2),
 }
 _OPTIONAL = {"max_new_tokens", "beam_width", "stream_interval", "sampling_seed"}
-_TEXTS = ("json_schema", "regex", "ebnf", "structural_tag")
 _FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 # The only fields of a message for one request that may be lists or objects.
 _LISTS = {
@@ -125,7 +124,7 @@ def _check_sampling(params: Any, vocabulary: int) -> None:
     for name, (kind, least, most) in _RANGES.items():
         if name not in _OPTIONAL or getattr(params, name, None) is not None:
             _check_number(name, getattr(params, name), kind, least, most)
-    for name in _TEXTS:
+    for name in NO_GRAMMAR:
         _check_type(name, getattr(params, name, None), str, "a string")
     for name in _FLAGS:
         _check_type(name, getattr(params, name, None), int, "true or false")

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from flashmoa_sglang.http import client_requests, sent_answers
+from flashmoa_sglang.http import client_requests
 from flashmoa_sglang.http.errors import MalformedRequest, explain
+from flashmoa_sglang.http.sent_answers import Chat, Responses
 from flashmoa_sglang.http.tokens.token_buffer import EncodedHead, TokenBuffer
 from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from flashmoa_sglang.http.sent_answers import ChatApi, Part
+    from flashmoa_sglang.http.sent_answers import Part, SentAnswer
     from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer
 
 
@@ -215,14 +216,14 @@ class ChatRenderer:
             )
         return rendered
 
-    def read_parts(self, api: ChatApi, parts: list[Part]) -> list[dict[str, Any]]:
+    def read_parts(self, api: type[SentAnswer], parts: list[Part]) -> list[dict[str, Any]]:
         """Return SGLang's chat messages for an answer's parts that a client sends back."""
         from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
         from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 
-        if api is sent_answers.CHAT:
+        if api is Chat:
             return parts
-        if api is sent_answers.RESPONSES:
+        if api is Responses:
             return self._handlers.openai_serving_responses._construct_input_messages(
                 ResponsesRequest(input=parts), None
             )

@@ -1,15 +1,20 @@
 """Reads answers as they leave the server, since their clients send them back.
 
 SGLang's parsers of streams and of whole answers differ. So the sent answer is read, not the text
-that the model wrote.
+that the model wrote. There is a class for each API:
+
+- ``read`` returns the parts of a whole answer; none if it is an error.
+- An instance adds up the events of a streamed answer, and ``parts`` returns its parts.
+- ``end`` is text that only the last event of an answer with tool calls has, or may have. In texts,
+  quotes and line ends are escaped.
+- ``returns_thoughts`` says whether most clients return a model's thoughts with the results of
+  tools.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -17,32 +22,16 @@ from pydantic_core import from_json
 Part = dict[str, Any]
 
 
-class Events(Protocol):
-    """Adds up the events of an answer that is streamed."""
+class Chat:
+    """Reads the chunks of a chat completion."""
 
-    def add(self, event: str) -> None: ...
-    def parts(self) -> list[Part]: ...
+    end = '"finish_reason":"tool_calls"'
+    returns_thoughts = False
 
-
-@dataclass(frozen=True, slots=True)
-class ChatApi:
-    """An API, and how its answers are read.
-
-    Attributes:
-        events: makes a reader of an answer's events.
-        end: text that only the last event of an answer with tool calls has, or may have.
-        read: returns the parts of a whole answer; none if it is an error.
-        returns_thoughts: whether most clients return a model's thoughts with the results of tools.
-    """
-
-    events: Callable[[], Events]
-    end: str
-    read: Callable[[Any], list[Part]]
-    returns_thoughts: bool
-
-
-class _Chunks:
-    """Adds up the chunks of a chat completion."""
+    @staticmethod
+    def read(response: Any) -> list[Part]:
+        choices = getattr(response, "choices", None) or ()
+        return [choice.message.model_dump(exclude_none=True) for choice in choices]
 
     def __init__(self) -> None:
         self._texts = defaultdict[str, list[str]](list)
@@ -68,8 +57,15 @@ class _Chunks:
         return [{"role": "assistant", **texts, "tool_calls": calls}]
 
 
-class _Blocks:
-    """Adds up the events of Anthropic's API."""
+class Messages:
+    """Reads the events of Anthropic's API."""
+
+    end = '"stop_reason":"tool_use"'
+    returns_thoughts = True
+
+    @staticmethod
+    def read(response: Any) -> list[Part]:
+        return from_json(response.body).get("content") or []
 
     def __init__(self) -> None:
         self._blocks: list[Part] = []
@@ -94,8 +90,16 @@ class _Blocks:
         ]
 
 
-class _LastItems:
+class Responses:
     """Reads the items of the Responses API from its last event, which has all items."""
+
+    end = "event: response.completed\n"
+    returns_thoughts = True
+
+    @staticmethod
+    def read(response: Any) -> list[Part]:
+        output = getattr(response, "output", None) or ()
+        return [item.model_dump(exclude_none=True) for item in output]
 
     def __init__(self) -> None:
         self._last = ""
@@ -107,27 +111,10 @@ class _LastItems:
         return _data(self._last)["response"]["output"]
 
 
-def _read_completion(response: Any) -> list[Part]:
-    choices = getattr(response, "choices", None) or ()
-    return [choice.message.model_dump(exclude_none=True) for choice in choices]
-
-
-def _read_blocks(response: Any) -> list[Part]:
-    return from_json(response.body).get("content") or []
-
-
-def _read_items(response: Any) -> list[Part]:
-    output = getattr(response, "output", None) or ()
-    return [item.model_dump(exclude_none=True) for item in output]
+SentAnswer = Chat | Messages | Responses
 
 
 def _data(event: str) -> dict[str, Any]:
     """Return the data of a server-sent event; nothing if the data is no object."""
     _, found, data = event.partition("data: {")
     return from_json("{" + data) if found else {}
-
-
-# In texts, quotes and line ends are escaped.
-CHAT = ChatApi(_Chunks, '"finish_reason":"tool_calls"', _read_completion, returns_thoughts=False)
-MESSAGES = ChatApi(_Blocks, '"stop_reason":"tool_use"', _read_blocks, returns_thoughts=True)
-RESPONSES = ChatApi(_LastItems, "event: response.completed\n", _read_items, returns_thoughts=True)

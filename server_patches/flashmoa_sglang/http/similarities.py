@@ -13,6 +13,9 @@ from flashmoa_sglang.http.api import add_routes
 from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import EngineDraining, EngineFailed, MalformedRequest
 
+# The most memory for texts' matrices in each scheduler.
+_MATRICES_BYTES = 1 << 29
+
 
 class Texts(bodies.Target, extra="forbid"):
     """Texts to compare. A namespace changes nothing, because these texts use no cached KV."""
@@ -23,19 +26,15 @@ class Texts(bodies.Target, extra="forbid"):
 class SimilarityApi:
     """Answers ``POST /flashmoa/similarities``.
 
-    Args:
-        reader: checks the texts' lengths.
-        memory_bytes: the most memory for texts' matrices in each scheduler.
+    Args: reader: checks the texts' lengths.
     """
 
-    def __init__(
-        self, engine: Engine, reader: bodies.PromptReader, memory_bytes: int = 1 << 29
-    ) -> None:
+    def __init__(self, engine: Engine, reader: bodies.PromptReader) -> None:
         self._engine = engine
         self._reader = reader
         # Two matrices of float32 for each text. Even the widest model can compare two texts, and no
         # scheduler is busy for long.
-        self._most_texts = min(64, max(2, memory_bytes // (8 * engine.hidden_size**2)))
+        self._most_texts = min(64, max(2, _MATRICES_BYTES // (8 * engine.hidden_size**2)))
         self._one_at_a_time = asyncio.Lock()
 
     def add_to(self, app: FastAPI) -> None:

@@ -9,12 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flashmoa_sglang.http.errors import (
-    EngineFailed,
-    MalformedRequest,
-    PromptTooLarge,
-    StreamGone,
-)
+from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge, StreamGone
 from flashmoa_sglang.http.tokens.token_buffer import common_length
 from flashmoa_sglang.sglang.releases import RELEASE
 
@@ -41,28 +36,6 @@ class Terms:
 
     def namespace(self) -> dict[str, Any]:
         return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """The result of one prefill."""
-
-    prompt_tokens: int
-    cached_tokens: int
-
-    @classmethod
-    def read(cls, meta: dict[str, Any]) -> Prefilled:
-        """Read the result of a prefill from its ``meta_info``.
-
-        Raises: EngineFailed if SGLang has aborted the prefill.
-        """
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            message = reason.get("message", "aborted")
-            raise EngineFailed(
-                f"SGLang has aborted the prefill: {message}. Send the whole request instead."
-            )
-        return cls(meta["prompt_tokens"], meta["cached_tokens"])
 
 
 Ending = Literal["used", "deleted", "expired", "drained"]

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import (
@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 # Seconds between checks of deadlines, and of draining, a flag that SGLang sets without an event.
 # A task that has failed restarts after the same time.
 _CHECK_SECONDS = 0.1
+# A client that deletes no stream leaves the figures here. They take up to 80 kB for each stream.
+_MAX_KEPT_FIGURES = 512
 _RANK_HEADER = "x-data-parallel-rank"
 Prompt = str | Sequence[int]
 
@@ -77,35 +79,24 @@ class Limits:
     repeated_characters: int = 250_000_000
 
 
-@dataclass(slots=True)
-class StreamedTokenCount:
-    """Tokens of text streams that have ended: ``total``, and ``ahead``, known before the end."""
-
-    total: int = 0
-    ahead: int = 0
-
-
-class Ended(NamedTuple):
-    """How a stream ended, and its request's figures if the answer does not have them."""
-
-    ending: Ending
-    figures: dict[str, Any] | None
-
-
 class StreamTable:
     """All open prompt streams of a server.
 
     Attributes:
         calls: the calls that streams can follow; ``None`` if this engine hears none.
+        streamed: number of tokens of the text streams that have ended, and of those tokens that
+            were known before the end.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.limits = Limits()
         self.calls: FollowedCalls | None = None
         self.engine = engine
-        self.streamed = StreamedTokenCount()
+        self.streamed = {"total": 0, "ahead": 0}
         self._open: dict[str, PromptStream] = {}
-        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        # How streams ended, and their requests' figures if the answers do not have them.
+        self._ended: OrderedDict[str, Ending] = OrderedDict()
+        self._figures: OrderedDict[str, dict[str, Any]] = OrderedDict()
         # The adapters that are being unloaded; ``None`` for each change of the whole engine.
         self._changing: list[str | None] = []
         self._pace = Pace(device_slowdown())
@@ -127,7 +118,7 @@ class StreamTable:
             return stream
         ended = self._ended.get(stream_id)
         if ended is not None:
-            raise gone(stream_id, ended.ending)
+            raise gone(stream_id, ended)
         raise StreamUnknown(f"There is no prompt stream {shown(stream_id)}. Open one first.")
 
     def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
@@ -135,8 +126,7 @@ class StreamTable:
         stream = self._open.get(stream_id)
         if stream is not None:
             return (None, "used") if stream.claimed else (stream, "open")
-        ended = self._ended.get(stream_id)
-        return None, ended.ending if ended is not None else "unknown"
+        return None, self._ended.get(stream_id, "unknown")
 
     def unclaimed(self) -> list[PromptStream]:
         """Return the open streams whose requests have not come."""
@@ -218,8 +208,8 @@ class StreamTable:
         stream.kept = min(stream.kept, kept)
         if end:
             stream.ids = tokens
-            self.streamed.total += len(tokens)
-            self.streamed.ahead += kept
+            self.streamed["total"] += len(tokens)
+            self.streamed["ahead"] += kept
 
     def make_pinned(
         self,
@@ -353,21 +343,21 @@ class StreamTable:
         stream.closed = ending
         self._stop_following(stream)
         del self._open[stream.id]
-        self._ended[stream.id] = Ended(ending, figures)
+        self._ended[stream.id] = ending
+        if figures is not None:
+            self._figures[stream.id] = figures
         metrics.set_open(len(self._open))
         metrics.count("streams_ended", ending=ending)
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
+        if len(self._figures) > _MAX_KEPT_FIGURES:
+            self._figures.popitem(last=False)
         self.engine.release(stream.id)
         self._handover.changed.set()
 
     def take_figures(self, stream_id: str) -> dict[str, Any] | None:
         """Return, once, how the request was computed that has found a stream by its prompt."""
-        ended = self._ended.get(stream_id)
-        if ended is None or ended.figures is None:
-            return None
-        self._ended[stream_id] = Ended(ended.ending, None)
-        return ended.figures
+        return self._figures.pop(stream_id, None)
 
     @contextlib.asynccontextmanager
     async def closing(self, adapter: str | None = None) -> AsyncGenerator[None]:

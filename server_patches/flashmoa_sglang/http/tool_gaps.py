@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.http.rendering import ChatRenderer
-    from flashmoa_sglang.http.sent_answers import ChatApi, Events, Part
+    from flashmoa_sglang.http.sent_answers import Part, SentAnswer
     from flashmoa_sglang.http.streams import StreamTable
 
 logger = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ class _Answer:
         is_over: whether reading it has ended.
     """
 
-    api: ChatApi
+    api: type[SentAnswer]
     chat: Any = None
     obj: Any = None
     meta: dict[str, Any] | None = None
     is_over: bool = False
 
 
-# The answer that is made in this context, if its API is one of ``sent_answers``.
+# The answer that is made in this context, if ``sent_answers`` reads its API.
 _answer: ContextVar[_Answer | None] = ContextVar("flashmoa_answer", default=None)
 
 
@@ -122,7 +122,7 @@ class ToolGaps:
                     self._pin_next(obj, output["meta_info"], next_tokens)
                 yield output
 
-    async def follow(self, api: ChatApi, serving: Awaitable[Any]) -> Any:
+    async def follow(self, api: type[SentAnswer], serving: Awaitable[Any]) -> Any:
         """Return a chat's answer, whole or streamed, and pin the next prompt if it has calls.
 
         Args: serving: SGLang's answer to a request of the API.
@@ -145,7 +145,7 @@ class ToolGaps:
         return self._follow_events(answer, result) if is_streamed else result
 
     async def _follow_events(self, answer: _Answer, events: Any) -> AsyncGenerator[Any]:
-        sent = answer.api.events()
+        sent = answer.api()
         try:
             async for event in events:
                 if answer.obj is not None and not answer.is_over:
@@ -154,7 +154,7 @@ class ToolGaps:
         finally:
             self._end(answer)
 
-    def _read(self, answer: _Answer, sent: Events, event: str) -> None:
+    def _read(self, answer: _Answer, sent: SentAnswer, event: str) -> None:
         try:
             sent.add(event)
         except Exception as error:  # The client must get its answer.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashmoa_sglang.scheduler.request import is_shareable, state_of
+from flashmoa_sglang.scheduler.request import is_shareable, state_of, total_tokens
 from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class SharedPrefill:
             return original()
         self._enter(adder.can_run_list)
         start = RELEASE.cached_tokens(req)
-        tokens = RELEASE.tokens(req, start, RELEASE.longest_prefix(req))
+        tokens = _tokens(req, start, RELEASE.longest_prefix(req))
         shared = self._tree.match(_anchor(req, start), tokens)
         if shared >= FEWEST_SHARED and self._may_wait(req, start):
             from sglang.srt.managers.schedule_policy import AddReqResult
@@ -136,7 +136,7 @@ class SharedPrefill:
         for req in taken[self._entered :]:
             if is_shareable(req):
                 start = RELEASE.cached_tokens(req)
-                self._tree.add(_anchor(req, start), RELEASE.tokens(req, start, None))
+                self._tree.add(_anchor(req, start), _tokens(req, start))
         self._entered = len(taken)
 
 
@@ -171,12 +171,16 @@ class QueuedTokens:
         uncached = RELEASE.uncached_tokens(tree_cache, req)
         if not is_shareable(req):
             return uncached
-        tokens = np.array(req.origin_input_ids + req.output_ids, dtype=np.int64)
-        start = len(tokens) - uncached
-        anchor = _anchor(req, start)
-        shared = self._tree.match(anchor, tokens[start:])
-        self._tree.add(anchor, tokens[start:])
+        start = total_tokens(req) - uncached
+        anchor, tokens = _anchor(req, start), _tokens(req, start)
+        shared = self._tree.match(anchor, tokens)
+        self._tree.add(anchor, tokens)
         return uncached - shared
+
+
+def _tokens(req: Any, start: int, end: int | None = None) -> Tokens:
+    """Return a copy of a request's tokens from ``start`` to ``end``."""
+    return np.asarray((req.origin_input_ids + req.output_ids)[start:end], dtype=np.int64)
 
 
 def _anchor(req: Any, start: int) -> Hashable:

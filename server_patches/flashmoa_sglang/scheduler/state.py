@@ -181,9 +181,12 @@ def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
     if message.costs is not None:
         state.costs = message.costs
     # If ranks step together, no rank may delay a step on its own.
-    together = scheduler.require_mlp_sync or RELEASE.pipeline_stages(scheduler) > 1
-    if message.waits_for is not None and not together:
+    if message.waits_for is not None and not _steps_together(scheduler):
         state.saturation_gate = SaturationGate(message.waits_for, state.options.saturation_wait)
+
+
+def _steps_together(scheduler: Any) -> bool:
+    return scheduler.require_mlp_sync or RELEASE.pipeline_stages(scheduler) > 1
 
 
 def _compare(scheduler: Any, message: CompareTexts) -> None:
@@ -213,5 +216,6 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
         shares=state.shares(scheduler),
         no_rides=state.no_rides,
         late_kv=state.late_kv,
+        steps_together=_steps_together(scheduler),
     )
     RELEASE.to_tokenizer(scheduler, report)

@@ -446,7 +446,7 @@ class SchedulerStreams:
         """
         stream = self._stream_of(req)
         if stream is not None and can_pin(self._scheduler):
-            key = RELEASE.radix_key(req, len(req.origin_input_ids))
+            key = RELEASE.key_of(array("q", req.origin_input_ids), req)
             pin, _ = match_and_pin(self._scheduler.tree_cache, key)
             self._pins.replace(stream.id, pin)
         self.settle(req)

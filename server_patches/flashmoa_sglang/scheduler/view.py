@@ -26,7 +26,10 @@ def read(scheduler: Any, running: Any) -> StepView:
     if _waits_for_saturation(scheduler, running, decodes):
         return StepView(waits=True, decodes=decodes)
     streams = state.streams
-    joining, can_join = _joining(scheduler, running), _can_join(scheduler, running)
+    joining = _joining(scheduler, running)
+    # With priorities, a waiting request may replace a running one.
+    replaces = scheduler.enable_priority_preemption and bool(scheduler.waiting_queue)
+    can_join = bool(joining) or replaces
     marks = [mark for req in joining if (mark := state_of(req).mark) is not None]
     can_mix = bool(decodes) and not state.no_rides and _can_be_cut(scheduler, joining)
     measures = can_mix and any(mark.rides for mark in marks)
@@ -106,17 +109,6 @@ def _waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
 def _measures(req: Any) -> bool:
     mark = state_of(req).mark
     return mark is not None and mark.timed
-
-
-def _can_join(scheduler: Any, running: Any) -> bool:
-    """Return whether a request of a client could join a batch that is built now."""
-    if scheduler.chunked_req is not None:
-        return True
-    if not scheduler.waiting_queue:
-        return False
-    if scheduler.enable_priority_preemption:
-        return True
-    return not running.batch_is_full and scheduler.get_num_allocatable_reqs(len(running.reqs)) > 0
 
 
 def _joining(scheduler: Any, running: Any) -> list[Any]:

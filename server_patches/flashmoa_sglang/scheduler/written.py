@@ -28,9 +28,6 @@ class WrittenAnswers:
         self._interval_seconds = 0.025 * slowdown
         self._next = 0.0
 
-    def __len__(self) -> int:
-        return len(self._told)
-
     def hear(self, message: HearAnswers) -> None:
         for rid in message.begun:
             self._told.setdefault(rid, 0)

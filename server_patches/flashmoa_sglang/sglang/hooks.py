@@ -163,7 +163,7 @@ async def handle_chat(
     if gaps is None:
         result = await serving
     else:
-        api = sent_answers.CHAT if hasattr(request, "messages") else sent_answers.RESPONSES
+        api = sent_answers.Chat if hasattr(request, "messages") else sent_answers.Responses
         result = await gaps.follow(api, serving)
     if stream_request is None:
         return result
@@ -176,35 +176,25 @@ async def handle_messages(
     """Follow the answer of Anthropic's API; wraps ``AnthropicServing.handle_messages``."""
     serving = original(messages, request, raw_request)
     gaps: ToolGaps | None = messages.openai_serving_chat.tokenizer_manager.flashmoa_tool_gaps
-    return await (serving if gaps is None else gaps.follow(sent_answers.MESSAGES, serving))
+    return await (serving if gaps is None else gaps.follow(sent_answers.Messages, serving))
 
 
 async def without_streams(
     original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Close all prompt streams before a change; wraps methods of ``TokenizerManager``.
+    """Close prompt streams before a change; wraps methods of ``TokenizerManager``.
 
     SGLang changes weights and adapters when no request runs. It does not know of prompt streams,
-    because the schedulers make their increments.
+    because the schedulers make their increments. For an adapter that is unloaded, SGLang waits for
+    the adapter's requests only, and only the adapter's streams are closed. Where SGLang has room
+    for a few adapters, it also unloads one when a request needs another one.
     """
     if manager.flashmoa_table is None:
         return await original(manager, *args, **kwargs)
-    async with manager.flashmoa_table.closing():
+    # The first argument is SGLang's request for the change.
+    adapter = getattr(args[0], "lora_name", None) if args else None
+    async with manager.flashmoa_table.closing(adapter):
         return await original(manager, *args, **kwargs)
-
-
-async def unload_adapter(
-    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Close an adapter's streams; wraps ``TokenizerManager._unload_lora_adapter_locked``.
-
-    SGLang itself waits for the adapter's requests only; the others go on. Where it has room for a
-    few adapters, it also unloads one when a request needs another one.
-    """
-    if manager.flashmoa_table is None:
-        return await original(manager, obj, *args, **kwargs)
-    async with manager.flashmoa_table.closing(obj.lora_name):
-        return await original(manager, obj, *args, **kwargs)
 
 
 def update_weights(*result: Any) -> Callable[..., Any]:
@@ -285,7 +275,7 @@ HTTP_HOOKS = [
         Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{way}", "around", update_weights())
         for way in ("distributed", "tensor", "ipc")
     ),
-    Hook(f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", "around", unload_adapter),
+    Hook(f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", "around", without_streams),
     Hook(f"{_TOKENIZER_MANAGER}.release_memory_occupation", "around", without_streams),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]

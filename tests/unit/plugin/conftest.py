@@ -33,6 +33,7 @@ def fake_release() -> Generator[None]:
         patch.setattr(RELEASE, "no_batch", lambda running: (None, running))
         patch.setattr(RELEASE, "resolve_arguments", lambda arguments: arguments)
         patch.setattr(RELEASE, "pipeline_stages", lambda _: 1)
+        patch.setattr(RELEASE, "dp_rank", lambda _: 0)
         patch.setattr(RELEASE, "why_no_rides", lambda _: "")
         patch.setattr(RELEASE, "why_late", lambda _: "")
         patch.setattr(RELEASE, "check_host_cache", lambda _: None)
@@ -41,7 +42,6 @@ def fake_release() -> Generator[None]:
         patch.setattr(RELEASE, "computed_until", lambda req: req.computed)
         patch.setattr(RELEASE, "uncached_tokens", lambda _tree, req: req.flashmoa.uncached)
         patch.setattr(RELEASE, "key_of", lambda tokens, _req: list(tokens))
-        patch.setattr(RELEASE, "radix_key", lambda req, end: req.origin_input_ids[:end])
         patch.setattr(streams, "match_and_pin", lambda tree, key: tree.match_and_pin(key))
         yield
 

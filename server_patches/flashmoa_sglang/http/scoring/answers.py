@@ -37,9 +37,9 @@ class ScoreForm:
             "scores": softmax(logprobs) if self.softmax else [math.exp(one) for one in logprobs],
             # JSON has no number for infinity.
             "logprobs": [one if math.isfinite(one) else None for one in logprobs],
-            "prefills": prompt.usage.prefills,
-            "prompt_tokens": prompt.usage.prompt_tokens,
-            "computed_tokens": prompt.usage.prompt_tokens - prompt.usage.cached_tokens,
+            "prefills": prompt.computed,
+            "prompt_tokens": prompt.prompt_tokens,
+            "computed_tokens": prompt.prompt_tokens - prompt.cached_tokens,
         }
         return result | ({"candidate_tokens": prompt.candidates} if self.with_tokens else {})
 
@@ -108,15 +108,14 @@ Form = ScoreForm | RerankForm | ClassifyForm
 
 def usage_fields(prompts: Sequence[ScoredPrompt], stream: StreamRequest | None) -> dict[str, Any]:
     """Return the usage in OpenAI's form, the number of prefills, and how a stream was used."""
-    usages = [prompt.usage for prompt in prompts]
-    prompt_tokens = sum(usage.prompt_tokens for usage in usages)
-    details: dict[str, Any] = {"cached_tokens": sum(usage.cached_tokens for usage in usages)}
+    prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
+    details: dict[str, Any] = {"cached_tokens": sum(prompt.cached_tokens for prompt in prompts)}
     fields: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens,
         "completion_tokens": 0,
         "prompt_tokens_details": details,
-        "prefills": sum(usage.prefills for usage in usages),
+        "prefills": sum(prompt.computed for prompt in prompts),
     }
     if stream is not None and stream.usage is not None:
         details["streamed_tokens"] = stream.usage["streamed_tokens"]

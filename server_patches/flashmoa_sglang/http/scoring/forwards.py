@@ -30,29 +30,24 @@ _MAX_PREFILLS_IN_FLIGHT = 256
 
 
 @dataclass(slots=True)
-class ScoringUsage:
-    """Counts prefills, and the tokens of their prompts."""
-
-    prefills: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(slots=True)
 class ScoredPrompt:
     """A prompt, the tokens of the candidates that may follow it, and the results of its prefills.
 
     Attributes:
         name: the item's name in messages, such as ``documents[3]``.
         left: number of prefills without a result.
+        computed: number of prefills with a result. ``prompt_tokens`` and ``cached_tokens`` count
+            the tokens of their prompts.
     """
 
     index: int
     name: str
     ids: Sequence[int]
     candidates: list[list[int]]
-    usage: ScoringUsage = field(default_factory=ScoringUsage)
     left: int = 0
+    computed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     _found: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
 
     @property
@@ -83,9 +78,9 @@ class ScoredPrompt:
         else:
             found = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
             self._found |= {(token,): _to_float(found[token]) for token in prefill.single}
-        self.usage.prefills += 1
-        self.usage.prompt_tokens += meta["prompt_tokens"]
-        self.usage.cached_tokens += meta["cached_tokens"]
+        self.computed += 1
+        self.prompt_tokens += meta["prompt_tokens"]
+        self.cached_tokens += meta["cached_tokens"]
         self.left -= 1
 
 

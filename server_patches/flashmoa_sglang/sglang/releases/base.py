@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Hashable
 
-    import numpy as np
-    from numpy.typing import NDArray
-
 # The dotted path of a function of SGLang, and the plugin's function that wraps it.
 Fix = tuple[str, "Callable[..., Any]"]
 
@@ -165,24 +162,6 @@ class Release:
         # The replicas, times the ranks of DP attention.
         return arguments.dp_size * arguments.attn_dp_size
 
-    def steps_together(self, arguments: Any) -> bool:
-        """Return whether ranks with different requests may have to be in the same forward.
-
-        They have to with pipeline stages, and if SGLang lets ranks agree on each batch. Only a
-        scheduler knows for certain that they agree (``require_mlp_sync``).
-        """
-        return (
-            arguments.pp_size > 1
-            or self.divides_attention(arguments)
-            or arguments.moe_a2a_backend != "none"
-            or arguments.moe_dense_tp_size is not None
-        )
-
-    def divides_attention(self, arguments: Any) -> bool:
-        from sglang.srt.runtime_context import attn_dp_enabled_of
-
-        return attn_dp_enabled_of(arguments)
-
     # The HTTP process.
 
     def forget_refused(self, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,15 +301,6 @@ class Release:
     def computed_until(self, req: Any) -> int:
         """Return the end of the request's tokens that its batch computes."""
         return req.extend_end
-
-    def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:
-        """Return a copy of the request's tokens from ``start`` to ``end``."""
-        import numpy
-
-        return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
-
-    def radix_key(self, req: Any, end: int) -> Any:
-        return self.key_of(req.full_untruncated_fill_ids[:end], req)
 
     def key_of(self, tokens: array[int], req: Any) -> Any:
         """Return the key of tokens in the radix tree, in the namespace of a request."""

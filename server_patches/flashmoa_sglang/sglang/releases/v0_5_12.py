@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Hashable
 
-    import numpy as np
-    from numpy.typing import NDArray
-
 _HOST_COPIES = "sgl_kernel.kvcacheio"
 
 
@@ -226,16 +223,6 @@ class Release0512(Release0521):
     def computed_until(self, req: Any) -> int:
         # SGLang cuts ``fill_ids`` off when a chunk of the request joins the batch.
         return len(req.fill_ids)
-
-    def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:
-        import numpy
-
-        return numpy.array((req.origin_input_ids + req.output_ids)[start:end], dtype=numpy.int64)
-
-    def radix_key(self, req: Any, end: int) -> Any:
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return RadixKey(req.fill_ids[:end], req.extra_key)
 
     def key_of(self, tokens: array[int], req: Any) -> Any:
         from sglang.srt.mem_cache.radix_cache import RadixKey

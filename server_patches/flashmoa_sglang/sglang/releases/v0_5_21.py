@@ -21,9 +21,6 @@ class Release0521(Release0522):
     def data_parallel_ranks(self, arguments: Any) -> int:
         return arguments.dp_size or 1
 
-    def divides_attention(self, arguments: Any) -> bool:
-        return arguments.enable_dp_attention
-
     def reserve_pages(self, adder: Any) -> None:
         # SGLang counts one token for each decode. If the pool then lacks a page, SGLang ends.
         pages = (adder.page_size - 1) * len(adder.running_batch.reqs)

@@ -51,7 +51,6 @@ class FakeEngine:
     saturation: Any = None
     no_rides = ""
     max_running = (64, 32)
-    finish_reason: Any = None
     # How long a forward takes: see ``seconds``.
     seconds: Callable[[int, int, int, int], float] = staticmethod(seconds)
     # The times of layers with their experts, by the tokens of a forward.
@@ -87,8 +86,9 @@ class FakeEngine:
         self.costs, self.waits_for = costs or UNMEASURED, waits_for
 
     async def kv(self) -> list[Any]:
-        off = {"no_rides": self.no_rides, "late_kv": ""}
-        return [SimpleNamespace(max_running=most, total=8000, **off) for most in self.max_running]
+        rank = {"total": 8000, "no_rides": self.no_rides, "late_kv": ""}
+        rank["steps_together"] = self.steps_together
+        return [SimpleNamespace(max_running=most, **rank) for most in self.max_running]
 
     def abort(self, rid: str) -> None:
         self._decoding.pop(rid, None)
@@ -121,7 +121,6 @@ class FakeEngine:
             self._cached.add(tuple(input_ids))
             self.run(tokens, tokens * cached, rides=mark.rides and not self.no_rides)
         return {
-            "finish_reason": self.finish_reason,
             "prompt_tokens": len(input_ids),
             "cached_tokens": cached,
         }
@@ -277,25 +276,27 @@ async def test_aborted_forwards_leave_costs_unknown(
 ) -> None:
     """But prefills wait for forwards of the size that the operator has given."""
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
-    aborted = {"type": "abort", "message": "too late"}
-    engine = await calibrated(finish_reason=aborted, run=lambda *_, **__: None)
+
+    def run(*_: object, **__: object) -> None:
+        raise EngineFailed("too late")
+
+    engine = await calibrated(run=run)
     assert "too late" in caplog.text and engine.costs is UNMEASURED
     assert engine.waits_for == 500
     # Each size was tried some times.
     assert len(engine.marks) == 6 * 8
 
 
-@pytest.mark.parametrize("how", ["refused", "aborted", "beside another request"])
+@pytest.mark.parametrize("how", ["refused", "failed", "beside another request"])
 async def test_forwards_that_fail_now_and_then_run_again(how: str) -> None:
     class Failing(FakeEngine):
         def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
-            self.finish_reason = None
             if len(self.marks) % 7:
                 super().run(tokens, pairs, rides=rides)
             elif how == "refused":
                 raise EngineBusy("no place")
-            elif how == "aborted":
-                self.finish_reason = {"type": "abort", "message": "too late"}
+            elif how == "failed":
+                raise EngineFailed("too late")
             else:
                 super().run(tokens + 7, pairs, rides=rides)
 

@@ -175,7 +175,7 @@ async def test_interrupted_prefills_do_not_count() -> None:
     engine = CountingEngine(retracts={0, 2, 8})
     found = await score(engine, 3, [[5], [7], [6, 8]])
     assert [scores.logprobs for scores in found] == [[-5.0, -7.0, -1.0]] * 3
-    assert {scores.usage.prefills for scores in found} == {2}
+    assert {scores.computed for scores in found} == {2}
 
 
 async def test_a_list_that_fails_gives_its_room_back() -> None:
@@ -208,7 +208,7 @@ async def test_candidates_of_one_token_share_a_prefill() -> None:
     assert len(set(batch.rid)) == 6
     # The first value belongs to the prompt's last token, which is no part of the candidate.
     assert [scores.logprobs for scores in found] == [[-7, 3 * -0.5, -6]] * 3
-    assert [scores.usage.prompt_tokens for scores in found] == [9] * 3
+    assert [scores.prompt_tokens for scores in found] == [9] * 3
 
 
 async def test_a_common_prefix_is_computed_before_its_use() -> None:

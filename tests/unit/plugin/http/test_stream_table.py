@@ -21,7 +21,7 @@ from flashmoa_sglang.http.stream import CallText, PromptStream, Terms
 from flashmoa_sglang.http.streams import Pace, StreamTable, choose_rank
 from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress
-from flashmoa_sglang.sglang.hooks import unload_adapter
+from flashmoa_sglang.sglang.hooks import without_streams
 from flashmoa_sglang.sglang.releases import RELEASE, Release
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,9 +117,20 @@ async def test_unloading_an_adapter_ends_streams(engine: FakeEngine, table: Stre
         return obj.lora_name
 
     manager, unloaded = SimpleNamespace(flashmoa_table=table), SimpleNamespace(lora_name="a")
-    assert await unload_adapter(unload, manager, unloaded) == "a"
+    assert await without_streams(unload, manager, unloaded) == "a"
     assert {name for name, stream in streams.items() if stream.closed} == {"a"}
     opened("a")
+
+
+async def test_figures_that_nobody_takes_are_dropped(table: StreamTable) -> None:
+    """The endings of their streams are remembered longer."""
+    streams: list[PromptStream] = []
+    for number in range(600):
+        streams.append(open_stream(table, ids=[1]))
+        table.close(streams[-1], "used", {"late_tokens": number} if number != 550 else None)
+    assert {table.find(stream.id) for stream in streams} == {(None, "used")}
+    kept = [stream for stream in streams if table.take_figures(stream.id) is not None]
+    assert kept == [*streams[87:550], *streams[551:]]
 
 
 async def test_a_stream_that_cannot_open_stays_valid(
@@ -361,7 +372,8 @@ async def test_changed_tokens_are_sent_again(engine: FakeEngine, table: StreamTa
         await handed_over(engine, stream)
     assert any(message.kept for message in engine.handed)
     assert engine.tokens_of(stream.id) == encode("1234567890123" * 8)
-    assert table.streamed.ahead < table.streamed.total == len(engine.tokens_of(stream.id))
+    ahead, total = table.streamed["ahead"], table.streamed["total"]
+    assert ahead < total == len(engine.tokens_of(stream.id))
 
 
 async def test_refused_replacements_do_nothing(engine: FakeEngine, table: StreamTable) -> None:

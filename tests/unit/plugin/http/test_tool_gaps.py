@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.http import rendering, tool_gaps
-from flashmoa_sglang.http.sent_answers import CHAT, MESSAGES, RESPONSES, ChatApi
+from flashmoa_sglang.http.sent_answers import Chat, Messages, Responses, SentAnswer
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.messages import RequestMark
 from hypothesis import given
@@ -110,7 +110,7 @@ async def test_no_prompt_is_pinned_too_late(
 
     monkeypatch.setattr(gaps, "_next_prompt", next_prompt)
     try:
-        await gaps.follow(CHAT, serve())
+        await gaps.follow(Chat, serve())
         (task,) = gaps._tasks
         if late is not None:
             later = generation(**{"ids": [1, 2, 3, 4, 5, 6], **FIELDS, **late})
@@ -142,7 +142,7 @@ async def follow(gaps: tool_gaps.ToolGaps, *events: str) -> AsyncGenerator[str]:
     async def create() -> Any:
         return served(gaps, *events)
 
-    return await gaps.follow(CHAT, create())
+    return await gaps.follow(Chat, create())
 
 
 CALL = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -197,7 +197,7 @@ async def test_background_answers_keep_no_room(gaps: tool_gaps.ToolGaps, engine:
         watched.append(gaps.watch(generation([1, 2, 3], **FIELDS), outputs(STOPPED)))
         return SimpleNamespace(status="queued", output=[])
 
-    await gaps.follow(RESPONSES, create())
+    await gaps.follow(Responses, create())
     assert await taken(watched[0]) == [STOPPED]
     assert engine.released == ["one"] and not gaps._tasks
 
@@ -217,7 +217,7 @@ TEXTS, PLACES = st.text(max_size=20), st.lists(st.integers(0, 99), max_size=4)
 def test_chunks_add_up_to_the_message(
     texts: list[tuple[str, str]], calls: list[tuple[str, list[int]]]
 ) -> None:
-    sent = CHAT.events()
+    sent = Chat()
     for name, text in texts:
         sent.add(chunk(**{name: text}))
     for index, (arguments, places) in enumerate(calls):
@@ -245,7 +245,7 @@ BLOCKS = st.one_of(
 
 @given(st.lists(st.tuples(BLOCKS, PLACES), max_size=4))
 def test_anthropics_events_add_up_to_the_blocks(blocks: list[tuple[Body, list[int]]]) -> None:
-    sent = MESSAGES.events()
+    sent = Messages()
 
     def send(**data: Any) -> None:
         sent.add(f"event: {data['type']}\ndata: {json.dumps(data)}\n\n")
@@ -264,16 +264,16 @@ def test_anthropics_events_add_up_to_the_blocks(blocks: list[tuple[Body, list[in
     assert sent.parts() == [block for block, _ in blocks]
 
 
-@pytest.mark.parametrize("api", [CHAT, MESSAGES, RESPONSES])
-def test_an_error_has_no_parts(api: ChatApi) -> None:
+@pytest.mark.parametrize("api", [Chat, Messages, Responses])
+def test_an_error_has_no_parts(api: type[SentAnswer]) -> None:
     assert api.read(SimpleNamespace(body=b'{"error": {"message": "no"}}')) == []
 
 
 def test_a_response_has_its_items_in_the_last_event() -> None:
-    sent, items = RESPONSES.events(), [{"type": "function_call", "arguments": "{}"}]
+    sent, items = Responses(), [{"type": "function_call", "arguments": "{}"}]
     for name, output in (("created", []), ("completed", items)):
         data = json.dumps({"type": f"response.{name}", "response": {"output": output}})
         event = f"event: response.{name}\ndata: {data}\n\n"
-        assert (RESPONSES.end in event) == bool(output)
+        assert (Responses.end in event) == bool(output)
         sent.add(event)
     assert sent.parts() == items

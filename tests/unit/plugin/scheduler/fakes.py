@@ -53,6 +53,9 @@ class Tree:
     def evictable_size(self) -> int:
         return 0
 
+    def protected_size(self) -> int:
+        return 1000 * self.locks
+
     def dec_lock_ref(self, _node: object, _unlock: object) -> None:
         self.locks -= 1
         self.free += 1000

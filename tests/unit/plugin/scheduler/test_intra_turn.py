@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,6 +88,9 @@ class Request:
         self.flashmoa = RequestState()
         self.prefix, self.length = prefix, length
         self.last_node = prefix
+        # The last token is of the answer so far.
+        self.origin_input_ids = array("q", range(length - 1))
+        self.output_ids = array("q", [length - 1])
 
 
 @pytest.fixture
@@ -96,11 +100,6 @@ def batch(fake_release: None, monkeypatch: pytest.MonkeyPatch) -> SharedPrefill:
     monkeypatch.setattr(RELEASE, "cached_tokens", lambda req: req.prefix)
     monkeypatch.setattr(RELEASE, "longest_prefix", lambda req: req.length - 1)
     monkeypatch.setattr(RELEASE, "namespace", lambda _: None)
-
-    def tokens(req: Request, start: int, end: int | None) -> np.ndarray:
-        return np.arange(start, req.length if end is None else end, dtype=np.int64)
-
-    monkeypatch.setattr(RELEASE, "tokens", tokens)
     return SharedPrefill(1)
 
 

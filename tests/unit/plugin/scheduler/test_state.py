@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang.costs import UNMEASURED, Costs
-from flashmoa_sglang.messages import MeasuredCosts, RequestMark, StreamProgress
+from flashmoa_sglang.messages import KvQuery, MeasuredCosts, RequestMark, StreamProgress
 from flashmoa_sglang.moe import asyncep
 from flashmoa_sglang.moe.saturation import LayerTimes
 from flashmoa_sglang.scheduler import results, state, timer
 from flashmoa_sglang.sglang.options import Options
+from flashmoa_sglang.sglang.releases import RELEASE
 
 from tests.unit.plugin.scheduler.fakes import COSTS, PIN, FakeScheduler, request
 
@@ -449,6 +450,20 @@ def test_measured_costs_and_saturation_are_used(
     attached._request_dispatcher._mapping[MeasuredCosts](message)
     assert attached.flashmoa.costs is (costs or UNMEASURED)
     assert getattr(attached.flashmoa.saturation_gate, "tokens", None) == tokens
+
+
+@pytest.mark.parametrize(("agree", "stages"), [(False, 1), (True, 1), (False, 2)])
+def test_ranks_that_step_together_say_so(
+    attached: Any, monkeypatch: pytest.MonkeyPatch, agree: bool, stages: int
+) -> None:
+    attached.require_mlp_sync = agree
+    monkeypatch.setattr(RELEASE, "pipeline_stages", lambda _: stages)
+    monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
+    pool = SimpleNamespace(device="cpu")
+    attached.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    attached._request_dispatcher._mapping[KvQuery](KvQuery(7))
+    assert attached.sent[-1].query == 7
+    assert attached.sent[-1].steps_together == (agree or stages > 1)
 
 
 class ReqToTokenPool:

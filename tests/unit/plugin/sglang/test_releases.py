@@ -83,24 +83,6 @@ def test_graphs_are_off_if_no_phase_has_any(
     assert release.graphs_are_off(SimpleNamespace(**arguments)) == off
 
 
-ALONE = {"pp_size": 1, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
-
-
-@pytest.mark.parametrize(
-    ("given", "together"),
-    [
-        ({}, False),
-        ({"pp_size": 2}, True),
-        ({"enable_dp_attention": True}, True),
-        ({"moe_a2a_backend": "deepep"}, True),
-        ({"moe_dense_tp_size": 1}, True),
-    ],
-)
-def test_ranks_that_agree_step_together(given: dict[str, Any], together: bool) -> None:
-    arguments = SimpleNamespace(**ALONE | {"enable_dp_attention": False} | given)
-    assert Release0521().steps_together(arguments) == together
-
-
 def test_attention_ranks_count_from_0_5_22_on() -> None:
     assert Release0521().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
     assert Release0521().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2

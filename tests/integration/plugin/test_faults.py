@@ -343,15 +343,6 @@ async def test_an_aborted_request_frees_its_stream(moment: LateMoment, make: Mak
     await connection.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", LATE)
-async def test_a_stream_in_use_does_not_expire(moment: LateMoment, make: Make) -> None:
-    cell = make(tokens=LONG_PROMPT * 4 if moment == "during prefill" else 60, ttl=0.2)
-    await cell.open()
-    await cell.use("hit", 150)
-    assert await cell.wait_for_end() == "used"
-
-
 @pytest.fixture
 async def doomed(engines: LocalEngines, model: Path) -> LocalEngine:
     return await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])

@@ -169,17 +169,6 @@ async def test_a_request_of_a_different_namespace_leaves_the_stream_for_the_next
     assert check_status(answer) == "hit"
 
 
-async def test_an_adapter_that_is_not_loaded_fails_only_its_stream(
-    adapted_client: EngineClient, adapted_http: httpx.AsyncClient, words: Words
-) -> None:
-    stream = await open_stream(adapted_http, words(300, 603), lora_path="missing-adapter")
-    failure = None
-    while failure is None:
-        failure = (await adapted_http.get(f"/prompt_streams/{stream}")).json()["failure"]
-    assert "missing-adapter" in failure
-    await adapted_client.delete_stream(stream)
-
-
 async def test_a_workflows_stream_has_the_namespace_of_its_request(
     adapted_client: EngineClient, words: Words
 ) -> None:

@@ -239,14 +239,5 @@ def test_without_verifiers_their_package_is_named(
             read(write(tmp_path, given), name)
 
 
-def test_published_verifiers_of_ifbench_are_used(tmp_path: Path) -> None:
-    pytest.importorskip("if_verifiable")
-    question_sets._ifbench_verifiers.cache_clear()
-    [question] = read(
-        write(tmp_path, {**constrained("count:numbers"), "kwargs": [{"N": 3}]}), "ifbench"
-    )
-    assert question.is_right("1, 2 and 3") and not question.is_right("1 and 2")
-
-
 def test_a_question_is_wrong_without_an_answer() -> None:
     assert not Question(1, "", lambda _: True).is_right(None)

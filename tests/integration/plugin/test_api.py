@@ -64,6 +64,11 @@ async def test_ids_of_streams_and_probes_are_not_in_the_log(
     stream = await client.open_stream(text=words(50, 4))
     await client.append(stream.id, 0, text=" and more")
     await client.keep_alive(stream.id)
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    generation = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    for path, body in (("/v1/chat/completions", chat), ("/generate", generation)):
+        named = {"X-Request-Id-FlashMoA-Stream": stream.id}
+        assert (await http.post(path, json=body, headers=named)).status_code == 200
     await client.delete_stream(stream.id)
     state = (await http.post("/prompt_streams", json={"text": "x", "lora_path": "no"})).json()
     with anyio.fail_after(20):
@@ -110,8 +115,12 @@ async def test_bodies_that_do_not_fit_are_explained(http: httpx.AsyncClient) -> 
         ([], "must be a JSON object"),
         ({"text": 5}, "text: Input should be a valid string."),
         ({"messages": [{"role": "user"}]}, "content: Field required"),
+        ({"text": "x", "expected_output_tokens": 10**400}, "expected_output_tokens"),
+        ({"text": "x", "priority": 10**400}, "priority"),
     ):
-        message = (await http.post("/prompt_streams", json=body)).json()["error"]["message"]
+        answer = await http.post("/prompt_streams", json=body)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400
         # Python's names and pydantic's pages help no client.
         assert says in message and "instance" not in message and "https:" not in message, message
 

@@ -210,7 +210,7 @@ async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> No
 async def test_a_stream_lives_for_thirty_seconds_or_as_its_client_asks(
     http: httpx.AsyncClient,
 ) -> None:
-    for fields, seconds in (({}, 30), ({"ttl_seconds": 5}, 5), ({"ttl_seconds": 1e9}, 3600)):
+    for fields, seconds in (({}, 30), ({"ttl_seconds": 5}, 5)):
         state = (await http.post("/prompt_streams", json={"text": "a", **fields})).json()
         assert state["ttl_seconds"] == seconds
         await http.delete(f"/prompt_streams/{state['id']}")

@@ -7,12 +7,11 @@ import secrets
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import httpx
 
-Body = dict[str, Any]
+from tests.integration.support import Body
 
 
 class Ear:

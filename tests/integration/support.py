@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,9 @@ from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from tests.integration.engine_costs import known_costs, remember_costs
 
+# ``words(count, seed)`` returns a text of ``count`` single-token words.
+Words = Callable[[int, int], str]
+Body = dict[str, Any]
 # Cores of two engines. Parallel test processes start their first engines on different cores.
 FIRST_CORE, SECOND_CORE = (1, 0) if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else (0, 1)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

@@ -27,14 +27,13 @@ from tests.integration.baseline import Baseline
 from tests.integration.moa.serving import FILE
 from tests.integration.raw import RawConnection, make_request
 from tests.integration.router.http_calls import chat, generation, metric
-from tests.integration.support import STRICT
+from tests.integration.support import STRICT, Words
 
 CALLS = int(os.environ.get("FLASHMOA_SOAK_CALLS", "1000"))
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(400 + CALLS // 5),
 ]
-Words = Callable[[int, int], str]
 AT_ONCE = 48
 ROUNDS = 5
 # By this much the memory of allocators may differ between two measurements.

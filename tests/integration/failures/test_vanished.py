@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
 from subprocess import DEVNULL, PIPE
 
 import anyio
@@ -12,7 +11,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import fetch_kv_state, wait_until_idle
+from tests.integration.support import Words, fetch_kv_state, wait_until_idle
 
 CLIENT = """
 import sys, anyio, flashmoa
@@ -32,7 +31,7 @@ anyio.run(main, *sys.argv[1:])
 
 @pytest.mark.slow
 async def test_the_streams_of_a_killed_client_expire_after_their_ttl(
-    engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
+    engine: LocalEngine, client: EngineClient, words: Words
 ) -> None:
     await client.flush_cache()
     command = [sys.executable, "-c", CLIENT, engine.url, words(300, 740)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import anyio
 import httpx
 import pytest
@@ -20,7 +18,7 @@ from flashmoa.errors import (
     StreamUnknown,
 )
 from tests.conftest import POOL
-from tests.integration.support import generate, wait_until_prefilled
+from tests.integration.support import Words, generate, wait_until_prefilled
 
 
 async def test_info_describes_the_engine(http: httpx.AsyncClient, client: EngineClient) -> None:
@@ -34,7 +32,7 @@ async def test_info_describes_the_engine(http: httpx.AsyncClient, client: Engine
 
 
 async def test_prefill_only_leaves_the_prompt_in_the_cache(
-    client: EngineClient, words: Callable[[int, int], str]
+    client: EngineClient, words: Words
 ) -> None:
     await client.flush_cache()
     text = words(100, 1)
@@ -58,7 +56,7 @@ async def test_ids_of_streams_and_probes_are_not_in_the_log(
     engine: LocalEngine,
     http: httpx.AsyncClient,
     client: EngineClient,
-    words: Callable[[int, int], str],
+    words: Words,
 ) -> None:
     """A reader of the log who knows the id could use the stream."""
     stream = await client.open_stream(text=words(50, 4))

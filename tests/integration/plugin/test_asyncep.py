@@ -23,6 +23,7 @@ from flashmoa.errors import EngineError
 from tests.integration.support import (
     EXPERTS,
     GREEDY,
+    Words,
     generate,
     nightly,
     slow,
@@ -56,9 +57,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-async def reference(
-    engines: LocalEngines, experts_model: Path, words: Callable[[int, int], str]
-) -> Reference:
+async def reference(engines: LocalEngines, experts_model: Path, words: Words) -> Reference:
     prompts = [words(30, 1), words(200, 2), words(3, 3)]
     async with (
         start_special_engine(engines, experts_model, *BRIEF) as engine,

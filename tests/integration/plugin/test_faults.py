@@ -27,10 +27,9 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.errors import EngineDraining, StreamGone
 from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, make_request
-from tests.integration.support import GREEDY, LAG, wait_until_prefilled
+from tests.integration.support import GREEDY, LAG, Words, wait_until_prefilled
 
 pytestmark = pytest.mark.timeout(90)
-Words = Callable[[int, int], str]
 Moment = Literal["before the first append", "mid-append", "after the last append"]
 LateMoment = Literal["during prefill", "during decode"]
 Manner = Literal["reset", "half-close", "stall"]

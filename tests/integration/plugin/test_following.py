@@ -28,12 +28,12 @@ from tests.integration.plugin.test_hearing import (
 )
 from tests.integration.support import (
     TWO_REPLICAS,
+    Body,
     generate,
     start_special_engine,
     wait_until_idle,
 )
 
-Body = dict[str, Any]
 BEFORE = "The plan of the first agent: "
 CHATS = "/v1/chat/completions"
 LONG = {**CHAT, "max_tokens": 200, "ignore_eos": True, "separate_reasoning": False}

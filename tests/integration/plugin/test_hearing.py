@@ -16,9 +16,8 @@ import pytest
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.event_loop import own_task
 from tests.integration.ears import Ear, in_flight, listening, text_of
-from tests.integration.support import start_special_engine
+from tests.integration.support import Body, start_special_engine
 
-Body = dict[str, Any]
 MESSAGES = [{"role": "user", "content": "Plan a trip to Nepal."}]
 CHAT = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
 

@@ -18,6 +18,8 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
+    Body,
+    Words,
     fetch_kv_state,
     slow,
     slow_except,
@@ -25,8 +27,6 @@ from tests.integration.support import (
     wait_until_idle,
 )
 
-Body = dict[str, Any]
-Words = Callable[[int, int], str]
 # Sends a conversation. Returns what a client adds to it for the answer and the results of its
 # calls, and how many tokens of the prompt were computed after the request had come.
 Client = Callable[[httpx.AsyncClient, list[Body], Body, bool], Awaitable[tuple[list[Body], int]]]

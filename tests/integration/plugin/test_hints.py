@@ -10,10 +10,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import complete_stream, generate, wait_until_idle
-
-Words = Callable[[int, int], str]
-Body = dict[str, Any]
+from tests.integration.support import Body, Words, complete_stream, generate, wait_until_idle
 
 MESSAGES = [{"role": "user", "content": "Where to?"}]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     LAG,
+    Words,
     generate,
     nightly_except,
     start_special_engine,
@@ -21,7 +22,6 @@ from tests.integration.support import (
     wait_until_prefilled,
 )
 
-Words = Callable[[int, int], str]
 STREAMS = 12
 WAYS = {
     "overlap schedule": [],

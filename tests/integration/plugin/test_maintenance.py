@@ -7,7 +7,7 @@ Aborts and pauses leave streams open.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from flashmoa.errors import StreamGone
 from tests.integration.models import build_adapter
 from tests.integration.support import (
     LAG,
+    Words,
     complete_stream,
     generate,
     slow,
@@ -28,7 +29,6 @@ from tests.integration.support import (
 )
 
 pytestmark = pytest.mark.timeout(120)
-Words = Callable[[int, int], str]
 # Seconds. Streams live longer than this, so a call that waits for their end takes longer.
 PATIENCE = 20
 TTL = 300

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.plugin.test_asyncep import Replicas
-from tests.integration.support import generate, start_special_engine
+from tests.integration.support import Words, generate, start_special_engine
 
-Words = Callable[[int, int], str]
 GPU = {
     "FLASHMOA_DEVICE": "h200_sxm",
     "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-30B-A3B",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +19,12 @@ from flashmoa.engine.local import LocalEngine, LocalEngines, free_port, wait_for
 from tests.integration.support import (
     GREEDY,
     STRICT,
+    Words,
     generate,
     start_special_engine,
     wait_until_idle,
 )
 
-Words = Callable[[int, int], str]
 GPU = {"FLASHMOA_DEVICE": "h200_sxm", "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-8B"}
 NAME = "modelled h200_sxm (Qwen/Qwen3-8B, TP1)"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.models import build_adapter
 from tests.integration.support import (
     GREEDY,
+    Words,
     complete_stream,
     start_special_engine,
     wait_until_idle,
 )
-
-Words = Callable[[int, int], str]
 
 
 async def open_stream(http: httpx.AsyncClient, text: str, **fields: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from tests.integration.support import (
     GREEDY,
     LAG,
     RIDING,
+    Words,
     decoding,
     fetch_kv_state,
     generate,
@@ -27,8 +28,6 @@ from tests.integration.support import (
     wait_until_idle,
     wait_until_prefilled,
 )
-
-Words = Callable[[int, int], str]
 
 # Whether tokens ride along with decode steps depends on the costs of the steps. On the modelled GPU
 # tokens always ride along, unless the budget forbids it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.integration.support import (
     GREEDY,
     LAG,
     RIDING,
+    Words,
     complete_stream,
     fetch_kv_state,
     generate,
@@ -34,7 +35,7 @@ async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngi
 
 
 async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_pool(
-    client: EngineClient, words: Callable[[int, int], str]
+    client: EngineClient, words: Words
 ) -> None:
     texts = [words(448, number) for number in range(8)]
     streams = [await client.open_stream(text=text) for text in texts]
@@ -69,7 +70,7 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
 
 
 async def test_streams_without_room_wait_and_go_on_when_there_is_some(
-    client: EngineClient, engine: LocalEngine, words: Callable[[int, int], str]
+    client: EngineClient, engine: LocalEngine, words: Words
 ) -> None:
     holder = await client.open_stream(text=words(4000, 1), ttl_seconds=300)
     await complete_stream(client, holder.id)

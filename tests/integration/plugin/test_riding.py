@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +18,12 @@ from tests.integration.support import (
     GREEDY,
     LAG,
     RIDING,
+    Words,
     decoding,
     start_special_engine,
     wait_until_idle,
 )
 
-Words = Callable[[int, int], str]
 _Answer = dict[str, Any]
 ARGUMENTS = ["--page-size", "16", "--decode-log-interval", "1"]
 

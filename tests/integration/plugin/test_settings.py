@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from tests.integration.support import (
     BOTH_ON_ONE_CORE,
     GREEDY,
     RIDING,
+    Words,
     fetch_kv_state,
     generate,
     start_special_engine,
 )
-
-Words = Callable[[int, int], str]
 
 # The longer prompts are computed in chunks.
 COMMON = ("--chunked-prefill-size", "1024")

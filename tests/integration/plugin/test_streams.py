@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -15,14 +14,12 @@ from flashmoa.errors import StreamGone
 from tests.integration.ears import in_flight
 from tests.integration.support import (
     LAG,
+    Words,
     complete_stream,
     generate,
     wait_until_idle,
     wait_until_prefilled,
 )
-
-Words = Callable[[int, int], str]
-
 
 TEXTS = {
     "thai": "กองคาราวานมาถึงเมืองเก่าตอนเที่ยงและทุกคนพักผ่อนก่อน",

@@ -16,10 +16,14 @@ from flashmoa_sglang.sglang.releases import installed
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.framework_scripts import run_frameworks
-from tests.integration.support import fetch_kv_state, start_special_engine, wait_until_idle
+from tests.integration.support import (
+    Body,
+    Words,
+    fetch_kv_state,
+    start_special_engine,
+    wait_until_idle,
+)
 
-Body = dict[str, Any]
-Words = Callable[[int, int], str]
 # Sends a prompt, with an answer's calls and their results if there is an answer; returns an answer
 # with the results of its calls.
 Turn = Callable[[httpx.AsyncClient, str, Body, list[Body]], Awaitable[list[Body]]]

@@ -11,7 +11,7 @@ import httpx
 
 from flashmoa._concurrency import all_of
 from flashmoa.router.forwarding import CHAT
-from tests.integration.support import GREEDY
+from tests.integration.support import GREEDY, Words
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def read(agent: str) -> dict[str, Any]:
 class PlannerAndReader:
     """Two chats. The second chat reads the answer of the first chat between two texts."""
 
-    def __init__(self, words: Callable[[int, int], str], seed: int) -> None:
+    def __init__(self, words: Words, seed: int) -> None:
         self._plan = words(200, seed)
         self._texts = [words(400, seed + 1), words(20, seed + 2)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -13,10 +12,9 @@ import pytest
 from flashmoa.engine.local import LocalEngines, free_port, wait_for_costs
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import flush, generated, generation, metric
-from tests.integration.support import start_special_engine
+from tests.integration.support import Words, start_special_engine
 
 pytestmark = pytest.mark.nightly
-Words = Callable[[int, int], str]
 BLOCKS = "flashmoa_router_engine_blocks{"
 
 

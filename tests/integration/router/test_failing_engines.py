@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, generation, metric, wait_for_metric
 from tests.integration.router.serving import InTurn
-from tests.integration.support import GREEDY, STRICT, wait_for_streams, wait_until_idle
+from tests.integration.support import GREEDY, STRICT, Words, wait_for_streams, wait_until_idle
 
-Words = Callable[[int, int], str]
 POOL = ["--max-total-tokens", "12000"]
 WORKERS, WORKFLOWS = 4, 12
 ASKED: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

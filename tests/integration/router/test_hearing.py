@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from tests.integration.ears import Ear, in_flight, listening, text_of
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import chat, metric, read, wait_for_metric
 from tests.integration.router.serving import InTurn
+from tests.integration.support import Words
 
-Words = Callable[[int, int], str]
 ENGINE, DOWNSTREAM = 0, 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +17,9 @@ from flashmoa.router.forwarding import CHAT
 from tests.integration.ears import listening, text_of
 from tests.integration.router.http_calls import PlannerAndReader, chat, post_json
 from tests.integration.router.pairs import Pair, running_pairs
-from tests.integration.support import LAG, fetch_kv_state, wait_for_streams, wait_until_idle
+from tests.integration.support import LAG, Words, fetch_kv_state, wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.slow
-Words = Callable[[int, int], str]
 
 
 def _missing(transport: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import anyio
 import httpx
@@ -19,9 +18,7 @@ from tests.integration.router.http_calls import (
     post_json,
 )
 from tests.integration.router.serving import InTurn
-from tests.integration.support import wait_until_idle
-
-Words = Callable[[int, int], str]
+from tests.integration.support import Words, wait_until_idle
 
 
 async def test_router_passes_on_engines_answers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import anyio
@@ -23,9 +23,7 @@ from tests.integration.router.http_calls import (
     read,
     streamed_text,
 )
-from tests.integration.support import wait_for_streams, wait_until_idle
-
-Words = Callable[[int, int], str]
+from tests.integration.support import Words, wait_for_streams, wait_until_idle
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import anyio
@@ -22,10 +22,9 @@ from tests.integration.ears import listening, text_of
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import chat, generated, metric, post_json
 from tests.integration.router.serving import serve
-from tests.integration.support import wait_until_idle
+from tests.integration.support import Words, wait_until_idle
 
 pytestmark = pytest.mark.slow
-Words = Callable[[int, int], str]
 CALL_HEADER = "X-Request-Id-FlashMoA"
 HINT_HEADERS = {f"{CALL_HEADER}-Stream": "a-stream", f"{CALL_HEADER}-Tokens": "17"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from anyio import to_thread
 
 from flashmoa.cli.score import main
 from flashmoa.engine.local import LocalEngine
+from tests.integration.support import Words
 
 LINES, SCORED = 60, 56
 BAD = [21, 41, 51]
@@ -39,7 +39,7 @@ async def score(engine: LocalEngine, source: Path, out: Path, *more: str) -> int
 
 
 @pytest.fixture
-def lines(tmp_path: Path, words: Callable[[int, int], str]) -> Path:
+def lines(tmp_path: Path, words: Words) -> Path:
     texts: list[str] = []
     for number in range(LINES):
         context, line = words(20 + number % 7, number), {"id": f"n{number}"}

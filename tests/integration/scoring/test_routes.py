@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -14,7 +13,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.scoring.conftest import EXACT, Logprobs
-from tests.integration.support import wait_until_idle
+from tests.integration.support import Words, wait_until_idle
 
 DOCUMENTS = ["Pokhara lies at a lake.", "Tea is grown in Ilam.", "Lukla has an airport."]
 
@@ -183,7 +182,7 @@ async def test_streamed_results_are_those_of_the_whole_answer(
 
 @pytest.mark.slow
 async def test_list_is_not_computed_to_its_end_for_a_client_that_has_left(
-    http: httpx.AsyncClient, client: EngineClient, words: Callable[[int, int], str]
+    http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     async def in_flight() -> int:
         return (await http.get("/flashmoa/info")).json()["in_flight"]["requests"]
@@ -203,7 +202,7 @@ async def test_list_is_not_computed_to_its_end_for_a_client_that_has_left(
 
 
 async def test_client_that_leaves_a_stream_leaves_nothing_behind(
-    http: httpx.AsyncClient, client: EngineClient, words: Callable[[int, int], str]
+    http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     documents = [words(2000, 800 + number) for number in range(8)]
     body = {"query": "lake", "documents": documents, "stream": True}

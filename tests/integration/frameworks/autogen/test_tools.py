@@ -28,7 +28,7 @@ from tests.integration.frameworks.autogen.runs import (
 )
 from tests.integration.frameworks.autogen.teams import agent
 from tests.integration.scripted import call_until, script
-from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
+from tests.integration.support import LAG, Words, fetch_kv_state, generate, slow, wait_until_idle
 from tests.waiting import until
 
 # Most tokens left to compute for a request, if only a short result in it was not known before.
@@ -144,7 +144,7 @@ async def test_what_is_held_stays_in_a_pool_that_others_fill(
     model_client: Client,
     guide: str,
     monkeypatch: pytest.MonkeyPatch,
-    words: Callable[[int, int], str],
+    words: Words,
 ) -> None:
     script(monkeypatch, call_until(1, LOOK))
 
@@ -170,7 +170,7 @@ async def test_what_is_cached_is_held_while_others_decode(
     model_client: Client,
     guide: str,
     monkeypatch: pytest.MonkeyPatch,
-    words: Callable[[int, int], str],
+    words: Words,
 ) -> None:
     """Streams do not stop decodes for a forward of their own."""
     script(monkeypatch, call_until(1, LOOK))

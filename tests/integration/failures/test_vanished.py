@@ -11,7 +11,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import Words, fetch_kv_state, wait_until_idle
+from tests.integration.support import Words, wait_until_held, wait_until_idle
 
 CLIENT = """
 import sys, anyio, flashmoa
@@ -36,9 +36,7 @@ async def test_the_streams_of_a_killed_client_expire_after_their_ttl(
     await client.flush_cache()
     command = [sys.executable, "-c", CLIENT, engine.url, words(300, 740)]
     async with await anyio.open_process(command, stdin=DEVNULL, stdout=PIPE, stderr=None) as gone:
-        with anyio.fail_after(60):
-            while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
-                await anyio.sleep(0.02)
+        await wait_until_held(client)
         # The client keeps the stream alive for longer than its TTL.
         until = anyio.current_time() + 4
         while anyio.current_time() < until:

@@ -22,6 +22,7 @@ from tests.integration.failures.matrix import (
     reported_failures,
 )
 from tests.integration.faulty_proxy import FaultyProxy
+from tests.integration.support import chat_text
 from tests.waiting import until
 
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
@@ -31,11 +32,6 @@ RAISED = {"error": EngineUnreachable, "cancel": UpstreamCancelled, "timeout": En
 
 def make_messages(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
-
-
-async def ask(engine: EngineClient, text: str) -> str:
-    async with engine.chat(make_messages(text), **SHORT) as deltas:
-        return "".join([delta.text async for delta in deltas])
 
 
 @pytest.mark.parametrize(("failure", "action"), CELLS)
@@ -71,7 +67,8 @@ async def test_a_failed_answer_follows_the_readers_policy(
             with pytest.raises(RAISED[failure]):
                 await review
         else:
-            assert await review == await ask(reading, f"{guide[:900]}\n{arrived}\nBetter?")
+            asked = make_messages(f"{guide[:900]}\n{arrived}\nBetter?")
+            assert await review == await chat_text(reading, asked, **SHORT)
             assert review.usage is not None
             assert (review.usage.prompt_stream is not None) == (action == "finalize")
         upstream_proxy.release()

@@ -21,6 +21,7 @@ from flashmoa.observe import (
 )
 from tests.integration.support import (
     LAG,
+    chat_text,
     wait_for_streams,
     wait_until_idle,
     wait_until_prefilled,
@@ -41,8 +42,7 @@ def asks(text: str) -> list[dict[str, Any]]:
 
 
 async def answer_to(engine: EngineClient, text: str) -> str:
-    async with engine.chat(asks(text), **PARAMETERS) as deltas:
-        return "".join([delta.text async for delta in deltas])
+    return await chat_text(engine, asks(text), **PARAMETERS)
 
 
 def status(usage: PromptUsage | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anyio
 import httpx
 import pytest
 from flashmoa_sglang.sglang.releases import TESTED
@@ -18,7 +17,7 @@ from flashmoa.errors import (
     StreamUnknown,
 )
 from tests.conftest import POOL
-from tests.integration.support import Words, generate, wait_until_prefilled
+from tests.integration.support import Words, generate, wait_for_state, wait_until_prefilled
 
 
 async def test_info_describes_the_engine(http: httpx.AsyncClient, client: EngineClient) -> None:
@@ -69,10 +68,7 @@ async def test_ids_of_streams_and_probes_are_not_in_the_log(
         assert (await http.post(path, json=body, headers=named)).status_code == 200
     await client.delete_stream(stream.id)
     state = (await http.post("/prompt_streams", json={"text": "x", "lora_path": "no"})).json()
-    with anyio.fail_after(20):
-        while state["failure"] is None:
-            await anyio.sleep(0.01)
-            state = (await http.get(f"/prompt_streams/{state['id']}")).json()
+    await wait_for_state(http, state["id"], lambda now: now["failure"] is not None)
     # Routers probe every two seconds.
     assert (await http.get("/health/ready")).json() == {"status": "ready"}
     assert (await http.get("/model_info")).status_code == 200

@@ -27,7 +27,15 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.errors import EngineDraining, StreamGone
 from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, make_request
-from tests.integration.support import GREEDY, LAG, Words, wait_until_prefilled
+from tests.integration.support import (
+    GREEDY,
+    LAG,
+    Body,
+    Words,
+    fetch_stream,
+    wait_for_state,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.timeout(90)
 Moment = Literal["before the first append", "mid-append", "after the last append"]
@@ -88,15 +96,11 @@ class Cell:
         body = {"text": self.head + self.tail, "sampling_params": sampling, "stream": stream}
         return make_request("/generate", {**body, "prompt_stream_id": self.id})
 
-    async def state(self) -> dict[str, Any]:
-        return (await self.http.get(f"/prompt_streams/{self.id}")).json()
+    async def state(self) -> Body:
+        return await fetch_stream(self.http, self.id)
 
-    async def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Return the stream's state, once it fulfils a condition."""
-        with anyio.fail_after(20):
-            while not condition(state := await self.state()):  # noqa: ASYNC110
-                await anyio.sleep(0.005)
-        return state
+    async def wait_until(self, condition: Callable[[Body], object]) -> Body:
+        return await wait_for_state(self.http, self.id, condition)
 
     async def wait_for_use(self) -> None:
         await self.wait_until(lambda state: "error" in state or state["in_use"])

@@ -29,8 +29,10 @@ from tests.integration.plugin.test_hearing import (
 from tests.integration.support import (
     TWO_REPLICAS,
     Body,
+    fetch_stream,
     generate,
     start_special_engine,
+    wait_for_state,
     wait_until_idle,
 )
 
@@ -85,13 +87,10 @@ class Followed:
         return answer
 
     async def state(self) -> Body:
-        return (await self.http.get(f"/prompt_streams/{self.id}")).json()
+        return await fetch_stream(self.http, self.id)
 
-    async def until(self, condition: Callable[[Body], bool]) -> Body:
-        with anyio.fail_after(30):
-            while not condition(state := await self.state()):  # noqa: ASYNC110
-                await anyio.sleep(0.01)
-        return state
+    async def until(self, condition: Callable[[Body], object]) -> Body:
+        return await wait_for_state(self.http, self.id, condition)
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 
@@ -20,10 +19,10 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     Body,
     Words,
-    fetch_kv_state,
     slow,
     slow_except,
     start_special_engine,
+    wait_until_held,
     wait_until_idle,
 )
 
@@ -292,9 +291,3 @@ async def test_nothing_is_held_of_an_answer_whose_client_leaves(
             if "look" in line:
                 break
     assert (await wait_until_idle(client)).pinned_streams == 0
-
-
-async def wait_until_held(client: EngineClient) -> None:
-    with anyio.fail_after(10):
-        while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
-            await anyio.sleep(0.01)

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from flashmoa_bench.harness.modelled_gpus import read_device
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, free_port, wait_for_costs
@@ -35,11 +36,6 @@ async def hashing(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEng
         yield engine
 
 
-async def device_of(engine: LocalEngine) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        return (await http.get("/server_info")).json()["internal_states"][0]["modelled_gpu"]
-
-
 @pytest.mark.slow
 async def test_time_changes_no_answer(
     engines: LocalEngines, client: EngineClient, model: Path, words: Words
@@ -51,10 +47,10 @@ async def test_time_changes_no_answer(
         start_special_engine(engines, model, environment=slow) as engine,
         EngineClient(engine.url) as modelled,
     ):
-        before, started = await device_of(engine), time.monotonic()
+        before, started = await read_device(engine.url), time.monotonic()
         assert before["name"] == "modelled h200_sxm (Qwen/Qwen3-8B, TP1, 3 times slower)"
         assert (await generate(modelled, prompt, 30))[0] == expected
-        elapsed, after = time.monotonic() - started, await device_of(engine)
+        elapsed, after = time.monotonic() - started, await read_device(engine.url)
         taken = after["device_seconds"] - before["device_seconds"]
         # A prefill and 29 decode steps. The overlap schedule may add a step.
         assert after["forwards"] - before["forwards"] >= 30
@@ -142,7 +138,7 @@ async def test_a_stock_engine_takes_the_same_time(
             async with httpx.AsyncClient(base_url=each.url, timeout=60) as http:
                 texts.append((await http.post("/generate", json=body)).json()["text"])
         assert texts[0] == texts[1]
-        stock = await device_of(engine)
+        stock = await read_device(engine.url)
         assert stock["name"] == NAME and stock["forwards"] >= 8
     finally:
         await engine.stop()

@@ -19,23 +19,20 @@ from tests.integration.support import (
     GREEDY,
     Words,
     complete_stream,
+    post_json,
     start_special_engine,
+    wait_until_held,
     wait_until_idle,
 )
 
 
 async def open_stream(http: httpx.AsyncClient, text: str, **fields: Any) -> str:
-    answer = await http.post("/prompt_streams", json={"text": text, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["id"]
+    return (await post_json(http, "/prompt_streams", text=text, **fields))["id"]
 
 
 async def ask(http: httpx.AsyncClient, text: str, **fields: Any) -> dict[str, Any]:
     sampling = {**GREEDY, "max_new_tokens": 8}
-    body = {"text": text, "sampling_params": sampling, **fields}
-    answer = await http.post("/generate", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return await post_json(http, "/generate", text=text, sampling_params=sampling, **fields)
 
 
 def check_status(answer: dict[str, Any]) -> str:
@@ -183,9 +180,7 @@ async def test_a_workflows_stream_has_the_namespace_of_its_request(
             messages = [{"role": "user", "content": f"{words(300, 604)} {draft}"}]
             answer = flow.ask(messages, max_tokens=4, temperature=0, **namespace)
             draft.write(words(40, 605))
-            with anyio.fail_after(60):
-                while (await adapted_client.info()).kv[0].pinned_streams == 0:  # noqa: ASYNC110
-                    await anyio.sleep(0.01)
+            await wait_until_held(adapted_client)
             draft.close()
             await answer
         assert answer.usage is not None and answer.usage.prompt_stream is not None

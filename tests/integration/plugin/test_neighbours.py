@@ -23,6 +23,7 @@ from tests.integration.support import (
     decoding,
     fetch_kv_state,
     generate,
+    logprobs,
     nightly_except,
     start_special_engine,
     wait_until_idle,
@@ -167,16 +168,8 @@ async def test_log_probabilities_stay_the_same_when_streams_ride_along(
         assert (rode > 0) == (way != "after decodes")
     for answer, expected in zip(answers, alone, strict=True):
         assert answer["text"] == expected["text"]
-        assert logprobs(answer) == pytest.approx(logprobs(expected), abs=1e-3, nan_ok=True)
-    assert [len(logprobs(answer)) for answer in answers] == [80 * 3, 80 + 40, 0]
-
-
-def logprobs(answer: dict[str, Any]) -> list[float]:
-    """Return all log-probabilities of an answer: of its tokens, the likeliest, its prompt's."""
-    meta = answer["meta_info"]
-    tokens = [*meta.get("output_token_logprobs", []), *meta.get("input_token_logprobs", [])]
-    tokens += [token for top in meta.get("output_top_logprobs") or [] for token in top or []]
-    return [float("nan") if token[0] is None else token[0] for token in tokens]
+        assert logprobs(answer) == pytest.approx(logprobs(expected), abs=1e-3)
+    assert [len(logprobs(answer)) for answer in answers] == [80 * 3, 80 + 39, 0]
 
 
 async def test_a_request_comes_between_the_forwards_of_a_long_stream(

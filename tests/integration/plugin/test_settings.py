@@ -20,6 +20,7 @@ from tests.integration.support import (
     GREEDY,
     RIDING,
     Words,
+    chat_text,
     fetch_kv_state,
     generate,
     start_special_engine,
@@ -71,13 +72,9 @@ async def ask_unlinked(client: EngineClient, case: Case) -> list[str]:
     """Return the answers of the pairs, which run at once, and of the requests that are alike."""
     firsts, seconds = [""] * PAIRS, [""] * PAIRS
 
-    async def chat(fields: dict[str, Any]) -> str:
-        async with client.chat(**fields) as deltas:
-            return "".join([delta.text async for delta in deltas])
-
     async def ask(pair: int) -> None:
-        firsts[pair] = await chat(case.first(pair))
-        seconds[pair] = await chat(case.second(pair, firsts[pair]))
+        firsts[pair] = await chat_text(client, **case.first(pair))
+        seconds[pair] = await chat_text(client, **case.second(pair, firsts[pair]))
 
     async with anyio.create_task_group() as group:
         for pair in range(PAIRS):

@@ -21,6 +21,8 @@ from tests.integration.support import (
     Words,
     fetch_kv_state,
     start_special_engine,
+    wait_for_state,
+    wait_until_held,
     wait_until_idle,
 )
 
@@ -179,10 +181,10 @@ async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
     (answer,) = await post(http, "/v1/chat/completions", body)
     assert answer["usage"]["prompt_stream"]["status"] == "hit"
     (other,) = await post(http, "/prompt_streams", {"text": words(POOL - 500, 10)})
-    with anyio.fail_after(30):
-        # A rest that is not worth a forward waits for more text.
-        while other["received_tokens"] - other["prefilled_tokens"] > 256:
-            other = (await http.get(f"/prompt_streams/{other['id']}")).json()
+    # A rest that is not worth a forward waits for more text.
+    await wait_for_state(
+        http, other["id"], lambda now: now["received_tokens"] - now["prefilled_tokens"] <= 256
+    )
     await http.delete(f"/prompt_streams/{other['id']}")
 
 
@@ -374,9 +376,3 @@ async def test_a_prewarmed_prompt_is_kept_for_its_time(
         await post(http, path, body)
         assert prefilled(engine) == 1
     assert (await wait_until_idle(client)).pinned_streams == 0
-
-
-async def wait_until_held(client: EngineClient) -> None:
-    with anyio.fail_after(30):
-        while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
-            await anyio.sleep(0.01)

@@ -15,9 +15,16 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.errors import PluginMissing
 from flashmoa.router.forwarding import CHAT
 from tests.integration.ears import listening, text_of
-from tests.integration.router.http_calls import PlannerAndReader, chat, post_json
+from tests.integration.router.http_calls import PlannerAndReader, chat
 from tests.integration.router.pairs import Pair, running_pairs
-from tests.integration.support import LAG, Words, fetch_kv_state, wait_for_streams, wait_until_idle
+from tests.integration.support import (
+    LAG,
+    Words,
+    fetch_kv_state,
+    post_json,
+    wait_for_streams,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.slow
 

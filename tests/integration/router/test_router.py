@@ -15,10 +15,9 @@ from tests.integration.router.http_calls import (
     generated,
     generation,
     metric,
-    post_json,
 )
 from tests.integration.router.serving import InTurn
-from tests.integration.support import Words, wait_until_idle
+from tests.integration.support import Words, post_json, wait_until_idle
 
 
 async def test_router_passes_on_engines_answers(

@@ -19,11 +19,10 @@ from tests.integration.router.http_calls import (
     PlannerAndReader,
     chat,
     generation,
-    post_json,
     read,
     streamed_text,
 )
-from tests.integration.support import Words, wait_for_streams, wait_until_idle
+from tests.integration.support import Words, post_json, wait_for_streams, wait_until_idle
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from flashmoa.router.forwarding import CHAT
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.ears import listening, text_of
 from tests.integration.router.conftest import make_options, serve_router
-from tests.integration.router.http_calls import chat, generated, metric, post_json
+from tests.integration.router.http_calls import chat, generated, metric
 from tests.integration.router.serving import serve
-from tests.integration.support import Words, wait_until_idle
+from tests.integration.support import Words, post_json, wait_until_idle
 
 pytestmark = pytest.mark.slow
 CALL_HEADER = "X-Request-Id-FlashMoA"

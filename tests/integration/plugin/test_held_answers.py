@@ -59,7 +59,7 @@ THOUGHTS = (
 ANSWER = "<think>\nI must look.\n</think>\n\nLet me look.\n"
 
 
-@pytest.fixture(scope="module", params=slow_except(CALLS, "qwen25"))
+@pytest.fixture(scope="module", params=slow_except(CALLS, "qwen25", "glm45"))
 def parser(request: pytest.FixtureRequest) -> str:
     return request.param
 

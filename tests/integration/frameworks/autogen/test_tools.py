@@ -16,7 +16,7 @@ from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult
 
 from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import Event, LinkClosed, LinkOpened
+from flashmoa.observe import LinkOpened
 from tests.integration.frameworks.autogen.runs import (
     Client,
     FinishedCall,
@@ -27,60 +27,22 @@ from tests.integration.frameworks.autogen.runs import (
     run_team,
 )
 from tests.integration.frameworks.autogen.teams import agent
-from tests.integration.scripted import call_until, script
+from tests.integration.scripted import LinkWatch, call_until, script
 from tests.integration.support import LAG, Words, fetch_kv_state, generate, slow, wait_until_idle
-from tests.waiting import until
 
 # Most tokens left to compute for a request, if only a short result in it was not known before.
 FEW = LAG + 64
 LOOK = ("look", {"place": "lake"})
 
 
-class Watch:
-    """Lets the tools of a linked team wait for events of the team's links.
-
-    The tools of an unlinked team do not wait.
-    """
+class Watch(LinkWatch):
+    """Makes the agents and teams whose tools wait."""
 
     def __init__(self, client: Client, *, is_linked: bool = True) -> None:
-        self.events: list[Event] = []
+        super().__init__(client.engine, is_linked=is_linked)
         # The calls of the same team, unlinked.
         self.unlinked: list[FinishedCall] = []
         self.client = client
-        self.is_linked = is_linked
-
-    @property
-    def own_links(self) -> list[LinkOpened]:
-        """The links to the requests that agents send after their tools."""
-        opened = events_of(self.events, LinkOpened)
-        return [event for event in opened if event.upstream and event.upstream[0].endswith(")")]
-
-    def reasons(self, links: list[LinkOpened]) -> list[str]:
-        """Return why these links were closed."""
-        ids = [opened.stream_id for opened in links]
-        closed = events_of(self.events, LinkClosed)
-        return [event.reason for event in closed if event.stream_id in ids]
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        await until(lambda: not self.is_linked or is_so())
-
-    async def prefilled(self, tokens: int = 0, links: int = 1) -> int:
-        """Wait until the latest link to an own request has KV for nearly all that is certain.
-
-        Args:
-            tokens: least number of certain tokens to wait for.
-            links: number of links to own requests to wait for.
-
-        Return the number of tokens that are certain.
-        """
-        await self.until(lambda: len(self.own_links) >= links)
-        with anyio.fail_after(20):
-            while self.is_linked:
-                state = await self.client.engine.stream_state(self.own_links[-1].stream_id)
-                if tokens <= state.received_tokens <= state.prefilled_tokens + LAG:
-                    return state.received_tokens
-                await anyio.sleep(0.002)
-        return 0
 
     async def look(self, place: str) -> str:
         """Look at a place."""
@@ -251,26 +213,6 @@ async def test_each_of_several_iterations_is_prefilled(
     calls, watch = await run_both_ways(model_client, build)
     assert [call.status for call in calls] == [None, "hit", "hit"]
     assert watch.reasons(watch.own_links) == ["used", "used"]
-
-
-async def test_nothing_is_held_if_the_agent_will_not_ask_again(
-    model_client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(monkeypatch, call_until(9, LOOK))
-
-    def build(watch: Watch) -> BaseGroupChat:
-        async def look(place: str) -> str:
-            """Look at a place."""
-            # The link to the reader opens first. A link to the caller's request would open now.
-            await watch.until(lambda: bool(events_of(watch.events, LinkOpened)))
-            await anyio.sleep(0.05)
-            return f"A fine {place}."
-
-        return watch.read(tools=[look])
-
-    calls, watch = await run_both_ways(model_client, build)
-    assert [call.status for call in calls] == [None, "hit"]
-    assert not watch.own_links
 
 
 @pytest.mark.parametrize("way", ["streams", "iterates"])

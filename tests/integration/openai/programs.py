@@ -92,7 +92,9 @@ async def links_opened(number: int) -> None:
             await links.changed.wait()
 
 
-async def chain(clients: Clients, guide: str, task: str, *, stream: bool = False) -> list[str]:
+async def chain(
+    clients: Clients, guide: str, task: str, *, stream: bool = False, ask: Callable[..., Any] = ask
+) -> list[str]:
     """Return the answers of three agents. The second reads one answer, the third reads both."""
     plan = await ask(clients.first, task, stream=stream)
     await links_opened(1)

@@ -31,6 +31,7 @@ from tests.integration.support import (
     slow,
     start_special_engine,
 )
+from tests.waiting import until
 
 # An expert has three matrices, in float32.
 LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2) * 4
@@ -234,9 +235,7 @@ class Replicas:
 
     async def wait_for_share(self, rank: int) -> None:
         """Wait until a replica has loaded its share, and waits for the others."""
-        with anyio.fail_after(60):
-            while str(rank) not in self.listening_ranks():  # noqa: ASYNC110
-                await anyio.sleep(0.02)
+        await until(lambda: str(rank) in self.listening_ranks())
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from tests.integration.support import (
     wait_for_state,
     wait_until_prefilled,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(90)
 Moment = Literal["before the first append", "mid-append", "after the last append"]
@@ -395,9 +396,7 @@ async def test_a_drain_ends_every_stream_and_finishes_every_request(
         assert b'"status":"hit"' in await decode.read_until(b"data: [DONE]")
         for connection in (half, decode, prefill):
             await connection.close()
-    with anyio.fail_after(30):
-        while doomed.is_running():  # noqa: ASYNC110 - there is no event for it
-            await anyio.sleep(0.05)
+    await until(lambda: not doomed.is_running())
     # On a slow machine SGLang is still starting at the drain, and logs that this failed.
     start = r"post-warmup freeze_gc failed\n(?:(?!\[\d).*\n)*"
     assert "Traceback" not in re.sub(start, "", doomed.log.read_text()[before:])

@@ -12,7 +12,7 @@ import pytest
 from flashmoa_sglang.sglang.releases import RELEASE
 
 from flashmoa import Workflow
-from flashmoa.engine import EngineClient, kv_namespace
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.models import build_adapter
 from tests.integration.support import (
@@ -78,21 +78,6 @@ async def test_the_kv_of_a_salt_serves_chats_with_this_salt_only(
         usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
         cached.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
     assert cached == [0, done.prompt_tokens - 1]
-
-
-@pytest.mark.parametrize(
-    ("body", "namespace"),
-    [
-        ({"model": "m"}, {}),
-        ({"model": "base:a", "lora_path": "b"}, {"model": "base:a", "lora_path": "b"}),
-        ({"model": "m", "lora_path": "b", "cache_salt": ""}, {"lora_path": "b"}),
-        ({"cache_salt": "s", "extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}),
-    ],
-)
-def test_the_namespace_of_a_request_follows_from_its_fields(
-    body: dict[str, str], namespace: dict[str, str]
-) -> None:
-    assert kv_namespace(body) == namespace
 
 
 @pytest.fixture(scope="module")

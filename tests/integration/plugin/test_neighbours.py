@@ -29,6 +29,7 @@ from tests.integration.support import (
     wait_until_idle,
     wait_until_prefilled,
 )
+from tests.waiting import until
 
 # Whether tokens ride along with decode steps depends on the costs of the steps. On the modelled GPU
 # tokens always ride along, unless the budget forbids it.
@@ -72,11 +73,7 @@ async def plain(engine: LocalEngine) -> AsyncGenerator[EngineClient]:
 async def wait_for_tokens(answers: Iterable[dict[str, Any]], more: int) -> None:
     """Wait until each answer has ``more`` further tokens."""
     wanted = [(answer, answer["meta_info"]["completion_tokens"] + more) for answer in answers]
-    with anyio.fail_after(60):
-        while any(  # noqa: ASYNC110 - there is no event for it
-            answer["meta_info"]["completion_tokens"] < tokens for answer, tokens in wanted
-        ):
-            await anyio.sleep(0.005)
+    await until(lambda: all(one["meta_info"]["completion_tokens"] >= n for one, n in wanted))
 
 
 async def test_streams_and_decodes_change_no_answers(

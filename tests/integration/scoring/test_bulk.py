@@ -14,6 +14,7 @@ from anyio import to_thread
 from flashmoa.cli.score import main
 from flashmoa.engine.local import LocalEngine
 from tests.integration.support import Words
+from tests.waiting import until
 
 LINES, SCORED = 60, 56
 BAD = [21, 41, 51]
@@ -78,9 +79,7 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
     command = [sys.executable, "-c", COMMAND, "score", str(lines), "--out", str(parts)]
     command += ["--engine", engine.url, "--concurrency", "1"]
     async with await anyio.open_process(command) as process:
-        with anyio.fail_after(60):
-            while not parts.exists() or parts.read_bytes().count(b"\n") < 25:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
+        await until(lambda: parts.exists() and parts.read_bytes().count(b"\n") >= 25)
         process.kill()
     # Make both files look as if the process was killed while it wrote a line.
     written = parts.read_bytes()

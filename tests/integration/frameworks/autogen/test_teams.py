@@ -37,6 +37,7 @@ from tests.integration.frameworks.autogen.runs import (
 from tests.integration.frameworks.autogen.teams import Build, agent, agents, filtered, graph, swarm
 from tests.integration.scripted import Script, script
 from tests.integration.support import LAG, nightly, slow, start_special_engine, wait_until_idle
+from tests.unit.frameworks.autogen.test_turn_order import graphs
 
 
 @dataclass(frozen=True)
@@ -243,19 +244,14 @@ async def speeds(engine: LocalEngine) -> AsyncGenerator[list[Client]]:
         await client.close()
 
 
-@st.composite
-def graphs(draw: st.DrawFn) -> Edges:
-    """Draw a connected graph without cycles that begins with agent 0."""
-    size = draw(st.integers(2, 6))
-    edges = {(draw(st.integers(0, end - 1)), end) for end in range(1, size)}
-    more = [(start, end) for end in range(size) for start in range(end)]
-    return sorted(edges | set(draw(st.lists(st.sampled_from(more), max_size=5))))
-
-
 @pytest.mark.slow
 @example(edges=teams.FAN, seed=3, filters=True)
 @example(edges=teams.FAN, seed=4, filters=False)
-@given(edges=graphs(), seed=st.integers(0, 1 << 16), filters=st.booleans())
+@given(
+    edges=graphs().map(lambda graph: sorted(graph[0])),
+    seed=st.integers(0, 1 << 16),
+    filters=st.booleans(),
+)
 @settings(max_examples=RUNS, deadline=None, suppress_health_check=list(HealthCheck))
 async def test_any_graph_at_any_speed_is_predicted(
     speeds: list[Client], guide: str, edges: Edges, seed: int, filters: bool

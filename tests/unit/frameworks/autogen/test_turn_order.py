@@ -52,6 +52,7 @@ def graph_manager(edges: Edges, size: int, conditions: Edges = frozenset()) -> A
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[Edges, int]:
+    """Draw the edges of a connected graph without cycles that begins with agent 0, and its size."""
     size = draw(st.integers(2, 7))
     edges = {(draw(st.integers(0, end - 1)), end) for end in range(1, size)}
     pairs = [(start, end) for end in range(size) for start in range(end)]

@@ -68,12 +68,6 @@ async def test_custom_params_that_are_not_an_object_are_refused(
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
 
-async def test_a_clients_custom_params_are_kept(http: httpx.AsyncClient) -> None:
-    sampling = {"max_new_tokens": 1, "custom_params": {"mine": [1, "two"]}}
-    _, body = generation(sampling_params=sampling, expected_output_tokens=3)
-    assert (await http.post("/generate", json=body)).status_code == 200
-
-
 @pytest.mark.parametrize("make", [generation, chat])
 async def test_an_expected_output_does_not_change_the_answer(
     http: httpx.AsyncClient, client: EngineClient, make: Callable[..., tuple[str, Body]]
@@ -114,13 +108,16 @@ async def test_several_answers_to_one_prompt_share_a_stream(
     http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     text = words(100, 902)
+    await client.flush_cache()
     opened = await client.open_stream(text=text)
+    await complete_stream(client, opened.id)
     body = {
         "text": text, "sampling_params": {"max_new_tokens": 2, "n": 3},
         "prompt_stream_id": opened.id,
     }  # fmt: skip
-    answers = (await http.post("/generate", json=body)).json()
-    assert len(answers) == 3
+    metas = [one["meta_info"] for one in (await http.post("/generate", json=body)).json()]
+    assert [meta["prompt_stream"]["status"] for meta in metas] == ["hit"] * 3
+    assert [meta["streamed_tokens"] for meta in metas] == [99] * 3
 
 
 TEXT = "One walks to the lake, and takes the boat to the island. " * 6

@@ -203,7 +203,7 @@ def test_any_value_passes_or_is_refused_with_a_sentence(name: str, value: Any) -
     try:
         look(sampling={name: value}) if name in SAMPLING else look(**{name: value})
     except ValueError as error:
-        assert 10 < len(str(error)) < 200
+        assert name in str(error) and len(str(error)) < 200
 
 
 @pytest.mark.parametrize(

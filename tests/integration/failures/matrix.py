@@ -33,9 +33,9 @@ TEAM_CELLS = [
 ]
 Make = Callable[..., FlashMoAChatCompletionClient]
 # Seconds until a text counts as stalled, so that the tests need not wait long.
-BRIEF = 0.4
+BRIEF = 1.0
 # Seconds until OpenAI's client times out. An answer must begin earlier.
-PATIENCE = 1.5
+PATIENCE = 5.0
 
 
 def policy(failure: Failure, action: Action) -> FailurePolicy:

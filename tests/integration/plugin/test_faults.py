@@ -177,8 +177,8 @@ async def test_an_upstream_that_fails_early(moment: Moment, make: Make) -> None:
 
     async def upstream(manner: Manner) -> None:
         cell = make(ttl=BRIEF)
-        await cell.reach(moment)
         connection = await cell.connect()
+        await cell.reach(moment)
         following = 1 if moment == "after the last append" else 0
         left = await fail(connection, manner, cell.append_request(following))
         assert await cell.wait_for_end() == "expired"
@@ -239,8 +239,8 @@ async def test_a_downstream_that_fails_early(moment: Moment, make: Make) -> None
 
     async def downstream(manner: Manner) -> None:
         cell = make(ttl=BRIEF if manner == "stall" else 60)
-        await cell.open()
         appending, connection = await cell.connect(), await cell.connect()
+        await cell.open()
         left = await appending.send_half(cell.append_request()) if moment == "mid-append" else b""
         if moment == "after the last append":
             await cell.append()

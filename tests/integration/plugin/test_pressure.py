@@ -39,7 +39,7 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
     client: EngineClient, words: Words
 ) -> None:
     texts = [words(448, number) for number in range(8)]
-    streams = [await client.open_stream(text=text) for text in texts]
+    streams = [await client.open_stream(text=text, ttl_seconds=300) for text in texts]
     for stream in streams:
         await complete_stream(client, stream.id)
     held = (await fetch_kv_state(client)).protected

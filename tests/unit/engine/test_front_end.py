@@ -306,7 +306,7 @@ async def test_a_link_through_a_front_end_sends_all() -> None:
 
 
 async def test_another_worker_renders_in_a_slow_ones_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soon, "SOON_SECONDS", 0.2)
+    monkeypatch.setattr(soon, "SOON_SECONDS", 0.5)
     async with hung_engine() as one, hung_engine() as two, front_end_of(one, two) as client:
         slow, other = sorted((one, two), key=lambda worker: worker.url)
         slow.hangs.add("render")

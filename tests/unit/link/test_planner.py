@@ -505,7 +505,7 @@ async def test_a_request_that_is_given_up_is_not_linked(planner: Pair, is_render
 async def test_a_request_is_not_expected_for_ever(
     planner: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa.link.after_tools.SLOWEST_TOOL_SECONDS", 0.05)
+    monkeypatch.setattr("flashmoa.link.after_tools.SLOWEST_TOOL_SECONDS", 0.5)
     call_tools(planner)
     await until(lambda: not planner.tools)
     await planner.planned(renders=1)

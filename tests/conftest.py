@@ -1,7 +1,5 @@
 """Engines that all tests share: SGLang is imported once for all, and they last for the session."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path

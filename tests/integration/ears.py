@@ -1,7 +1,5 @@
 """Hear on a channel what calls write."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Pass connections on to an engine, or fail like engines and proxies that fail."""
 
-from __future__ import annotations
-
 import re
 import socket
 import struct

@@ -3,8 +3,6 @@
 Tools that such answers call may wait for the links of their run.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers of the tests on real engines."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping

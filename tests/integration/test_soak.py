@@ -3,8 +3,6 @@
 ``FLASHMOA_SOAK_CALLS`` is how many calls (10,000 with ``make nightly``). The first fifth warms up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -48,7 +46,7 @@ class Held:
     files: int
 
     @classmethod
-    def by(cls, processes: dict[str, psutil.Process]) -> Held:
+    def by(cls, processes: dict[str, psutil.Process]) -> "Held":
         memory = {name: process.memory_info().rss / 1e6 for name, process in processes.items()}
         return cls(memory, sum(process.num_fds() for process in processes.values()))
 

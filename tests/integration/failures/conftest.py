@@ -1,7 +1,5 @@
 """Provide the two engines' baselines, a proxy before the first engine, and clients."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any
 

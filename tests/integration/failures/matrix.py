@@ -1,7 +1,5 @@
 """Define the failure matrix, and check what links report and that nothing is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence

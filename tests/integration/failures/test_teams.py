@@ -1,7 +1,5 @@
 """Test linked teams when an agent, the team, its client or an engine fails."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

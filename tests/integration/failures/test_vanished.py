@@ -1,7 +1,5 @@
 """Test that a killed client's streams live no longer than it had announced."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from subprocess import DEVNULL, PIPE

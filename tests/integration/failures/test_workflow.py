@@ -1,7 +1,5 @@
 """Test every failure of a text that another request reads, with every policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test links between real engines: exact, and closed on every path."""
 
-from __future__ import annotations
-
 import anyio
 
 from flashmoa.engine import EngineClient

@@ -1,7 +1,5 @@
 """Test links to a stock SGLang server: prompts are prefilled ahead, and answers are the same."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 import pytest

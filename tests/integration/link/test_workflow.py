@@ -1,7 +1,5 @@
 """Test calls that are linked without an agent framework."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Debates on real engines: equal answers with and without links, also on a staircase."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

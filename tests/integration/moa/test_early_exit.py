@@ -1,7 +1,5 @@
 """Early exit with a real embedding engine, and on a modelled GPU."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

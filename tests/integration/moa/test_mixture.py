@@ -1,7 +1,5 @@
 """Mixtures on real engines: equal answers with and without links, failures and cancellation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs of calls of OpenAI's client, which the tests run linked and unlinked."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence

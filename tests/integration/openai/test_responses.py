@@ -1,7 +1,5 @@
 """Calls of the Responses API on real SGLang are linked, and answered the same."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from functools import partial

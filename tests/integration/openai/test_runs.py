@@ -1,7 +1,5 @@
 """Test that runs of a program are linked from the second on, and answer the same."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from functools import partial

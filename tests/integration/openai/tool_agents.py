@@ -1,7 +1,5 @@
 """Agents with tools in loops of their own, and a watch on the links to their next requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

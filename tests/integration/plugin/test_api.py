@@ -1,7 +1,5 @@
 """The plugin's routes on real SGLang: their answers, and that no request breaks them."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 from flashmoa_sglang.sglang.releases import TESTED

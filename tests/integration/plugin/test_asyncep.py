@@ -1,7 +1,5 @@
 """``--flashmoa-asyncep`` on real engines: the same answers, in less memory of the device."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """An engine measures its costs while it is already in use."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import count
 from pathlib import Path

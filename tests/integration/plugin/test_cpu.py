@@ -1,7 +1,5 @@
 """Engines on the CPU platform compute what the model computes with Hugging Face's code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

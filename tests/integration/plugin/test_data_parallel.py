@@ -1,7 +1,5 @@
 """Prompt streams and scores on an engine with two data-parallel ranks, each with its own KV."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from pathlib import Path
 

@@ -6,8 +6,6 @@ For clients, the third is the *manner*: how the connection fails. After every gr
 the streams have ended as documented, and the engine is as it was before.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """A stream follows a call inside the engine, and the call's bytes stay as they are."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import AsyncGenerator, Callable

@@ -1,7 +1,5 @@
 """Answers are heard while the engine writes them, and their bytes stay as they are."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

@@ -3,8 +3,6 @@
 SGLang's parsers of streams and of whole answers differ.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable

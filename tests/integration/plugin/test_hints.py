@@ -1,7 +1,5 @@
 """Clients' requests are checked, and the fields that they add to them never change an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The request models name the fields, so a field that SGLang adds is tried, too.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

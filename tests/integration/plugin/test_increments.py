@@ -1,7 +1,5 @@
 """How the scheduler makes increments: of many streams at once, and of each stream's new tokens."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``--flashmoa-kv-cache off`` on a real engine: the same logits, with a single layer's KV."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

@@ -5,8 +5,6 @@ adapter closes the adapter's streams. The requests of closed streams compute the
 Aborts and pauses leave streams open.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The metrics of prompt streams, and the routes that need the server's API key."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncGenerator
 from pathlib import Path

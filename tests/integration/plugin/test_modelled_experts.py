@@ -1,7 +1,5 @@
 """Test engines that copy experts in the time of a GPU: the same texts, and the copies' time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

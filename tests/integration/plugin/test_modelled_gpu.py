@@ -1,7 +1,5 @@
 """Test engines that take the time of a GPU: they answer the same, and no sooner than it would."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Who can use a prompt stream, how long it lives, and its namespace: a salt, key or adapter."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any

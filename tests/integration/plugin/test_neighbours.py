@@ -1,7 +1,5 @@
 """Prompt streams and other requests on one engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack

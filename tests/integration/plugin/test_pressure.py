@@ -1,7 +1,5 @@
 """A KV pool that prompt streams fill: requests come first, and streams wait for room."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncGenerator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Responses API on real SGLang: prompts are rendered ahead, and requests use streams."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

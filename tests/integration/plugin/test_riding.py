@@ -1,7 +1,5 @@
 """Tokens of streams that ride right after a prefill of others, and prompts that ride in chunks."""
 
-from __future__ import annotations
-
 import re
 from contextlib import AsyncExitStack
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Shortest job first, and KV pools that are too small for all requests and streams."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any

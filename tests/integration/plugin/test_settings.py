@@ -1,7 +1,5 @@
 """Test under the settings of real engines what links promise: exact answers, and all KV back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The intra-turn prefix cache: tokens that requests share are computed once."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompt streams on real SGLang: answers and tokens are exact, and KV is always released."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The prompts that come back with tools' results are held in the engine, whatever the client is."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncGenerator

@@ -3,8 +3,6 @@
 ``FLASHMOA_TWIN_AGENTS`` is how many agents each setting has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Make requests to engines and routers, and read the answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any

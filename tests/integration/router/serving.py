@@ -1,7 +1,5 @@
 """Serve applications on real sockets in the process of the tests, and send requests in turn."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager

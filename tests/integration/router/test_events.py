@@ -1,7 +1,5 @@
 """Test that engines' KV events fill a router's tables."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test routers whose engines die, come back, or are restarted one after the other."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

@@ -1,7 +1,5 @@
 """Test that clients of a router hear what their calls write on its engines."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the shell router over a real PD pair and the stock router."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncGenerator
 from ctypes.util import find_library

@@ -1,7 +1,5 @@
 """Test the router in front of two real engines."""
 
-from __future__ import annotations
-
 import json
 
 import anyio

@@ -1,7 +1,5 @@
 """Test requests that read each other's answers; one engine is both prefill engine and PD router."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any
 

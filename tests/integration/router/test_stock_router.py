@@ -1,7 +1,5 @@
 """Test our router and stock ones in front of the same engines."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Score files: records and skipped lines are written, and a killed run is continued."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plugin's scoring routes: exact scores in the forms that clients know, and refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores on a real engine are exact, come from prefills alone, and share their prefixes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test what the checks on one GPU do without one: starts, comparisons, the kit's own kernels."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

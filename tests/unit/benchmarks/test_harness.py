@@ -1,7 +1,5 @@
 """Test what all benchmarks share: grids, reports, modelled GPUs, and their bounds."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import dataclass
@@ -97,7 +95,7 @@ def test_linking_cannot_beat_decoding() -> None:
 class FakeFeed(Feed):
     """Takes a prompt's tokens until it is stopped."""
 
-    made: ClassVar[list[FakeFeed]] = []
+    made: ClassVar[list["FakeFeed"]] = []
 
     def __init__(self, _engine: object, prompt: Any, **_options: object) -> None:
         super().__init__(lambda _state: None)

@@ -1,7 +1,5 @@
 """Test how ``flashmoa bench moa-accuracy`` reads published sets, and checks answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Generator
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The engines behind a front end of Dynamo: finding them, and placing prompt streams on them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager

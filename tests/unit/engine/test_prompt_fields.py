@@ -1,7 +1,5 @@
 """Every field of a request that shapes its prompt reaches the engine that renders it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

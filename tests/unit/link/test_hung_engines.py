@@ -1,7 +1,5 @@
 """An engine that does not answer delays neither requests nor closing, nor other engines' links."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import AsyncGenerator, Generator, Sequence

@@ -1,7 +1,5 @@
 """The link planner, with a minimal agent framework; without engines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Answers that end as they should not, and what an agent makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Councils: members rank the answers, a judge compares them, and a chairman reads everything."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import permutations

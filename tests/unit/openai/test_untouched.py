@@ -1,7 +1,5 @@
 """Test that what a program sends and reads is the same within runs, byte for byte."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping

@@ -1,7 +1,5 @@
 """Test the answers of routers in front of fake engines, and that routers keep no request."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncGenerator

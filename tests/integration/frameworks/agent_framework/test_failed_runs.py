@@ -1,7 +1,5 @@
 """Test runs that fail or stop early: they leave nothing behind."""
 
-from __future__ import annotations
-
 import pytest
 from agent_framework.orchestrations import SequentialBuilder
 

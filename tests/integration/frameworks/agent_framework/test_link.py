@@ -1,7 +1,5 @@
 """Test ``link(workflow)`` on real engines: same answers, and B's prompt computed while A writes."""
 
-from __future__ import annotations
-
 import pytest
 from agent_framework import Agent, Workflow
 from agent_framework.orchestrations import SequentialBuilder

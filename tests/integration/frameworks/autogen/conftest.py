@@ -1,7 +1,5 @@
 """Connect a client of the tests' engine."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 import pytest

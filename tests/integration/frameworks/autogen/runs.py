@@ -1,7 +1,5 @@
 """Run teams unlinked, warmed or linked on real engines; tell how each call found its stream."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager

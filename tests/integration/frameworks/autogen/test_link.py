@@ -1,7 +1,5 @@
 """Test ``link(team)`` on real engines: same answers, and B's prompt computed while A writes."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Test what a team's report says of calls that were not linked, on real engines."""
 
-from __future__ import annotations
-
 import pytest
 from autogen_agentchat.teams import BaseGroupChat, MagenticOneGroupChat
 

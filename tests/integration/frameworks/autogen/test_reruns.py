@@ -1,7 +1,5 @@
 """Test teams that run again, are reset, or stop: no link outlives the run that it was made for."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Test every stock team linked on a real engine: prompts are predicted, answers are the same."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import AsyncGenerator, Callable

@@ -1,7 +1,5 @@
 """Agents whose tools run: their own next request is prefilled meanwhile, and answered the same."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Test the links of group chats, whose speakers a function or a manager chooses; no engine."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """What ``link`` refuses, replaces and traces, and when a forecast still holds; without engines."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter

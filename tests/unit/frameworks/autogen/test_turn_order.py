@@ -1,7 +1,5 @@
 """Who may speak next, read from managers without a runtime."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine as prompt streams in the HTTP process see it, for tests without SGLang."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

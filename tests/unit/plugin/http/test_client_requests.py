@@ -1,7 +1,5 @@
 """Clients' requests and the plugin's routes, with a fake engine."""
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence

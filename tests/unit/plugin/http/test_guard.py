@@ -1,7 +1,5 @@
 """What would end a scheduler is refused behind SGLang's tokenisation; without SGLang."""
 
-from __future__ import annotations
-
 import re
 from array import array
 from collections.abc import AsyncGenerator

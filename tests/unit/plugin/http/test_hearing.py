@@ -1,7 +1,5 @@
 """The parts that let clients hear answers, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from array import array

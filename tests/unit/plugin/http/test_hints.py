@@ -1,7 +1,5 @@
 """What a request says of its answer, its priority and its prompt stream, and wrong hints."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

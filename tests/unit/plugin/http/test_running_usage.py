@@ -1,7 +1,5 @@
 """Test that a chat which asks for its usage so far gets an event for each token."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompt streams in the HTTP process: their table, handover, paces and ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from array import array

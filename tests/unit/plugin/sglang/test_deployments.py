@@ -1,7 +1,5 @@
 """What the plugin leaves alone on engines where it is not known to be right, and the reason."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test which class serves which SGLang release, and how the releases differ."""
 
-from __future__ import annotations
-
 import asyncio
 import tomllib
 from collections.abc import AsyncIterator

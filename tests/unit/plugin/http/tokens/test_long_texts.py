@@ -1,7 +1,5 @@
 """Long texts: they are tokenised once, no further than is certain, and beside other requests."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """Chat templates that behave like the documented templates of the main model families."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,9 +1,7 @@
 """Engines that all tests share: SGLang is imported once for all, and they last for the session."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from flashmoa.engine.local import (
 )
 from tests.event_loop import no_unhandled_errors, unhandled_errors  # noqa: F401
 from tests.integration.engine_costs import remember_costs
-from tests.integration.support import FIRST_CORE, SECOND_CORE
+from tests.integration.support import FIRST_CORE, SECOND_CORE, Words
 
 # These run in an environment of their own; see tests/integration/openai/test_frameworks.py.
 collect_ignore = ["frameworks"]
@@ -110,7 +108,7 @@ def guide() -> str:
 
 
 @pytest.fixture(scope="session")
-def words(model: Path) -> Callable[[int, int], str]:
+def words(model: Path) -> Words:
     """``words(count, seed)`` returns a text of ``count`` single-token words."""
     import random
 

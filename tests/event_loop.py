@@ -3,8 +3,6 @@
 A ``conftest.py`` imports the fixtures.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

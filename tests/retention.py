@@ -1,7 +1,5 @@
 """Measure what a step of a long-lived process keeps in memory."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Awaitable, Callable

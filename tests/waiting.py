@@ -1,7 +1,5 @@
 """Wait for conditions that no event announces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import anyio

@@ -1,7 +1,5 @@
 """Record the state of an idle engine, and check that it returns to it after every fault."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, fields
 from typing import Any
@@ -28,7 +26,7 @@ class Figures:
     tasks: int
     sockets: int
 
-    def above(self, other: Figures) -> bool:
+    def above(self, other: "Figures") -> bool:
         """Return whether any figure is greater than in ``other``."""
         return any(getattr(self, item.name) > getattr(other, item.name) for item in fields(self))
 

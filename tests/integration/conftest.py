@@ -1,7 +1,5 @@
 """Provide models with experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,18 +1,15 @@
 """Hear on a channel what calls write."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import httpx
 
-Body = dict[str, Any]
+from tests.integration.support import Body
 
 
 class Ear:

@@ -4,8 +4,6 @@ An engine on a CPU takes the costs of the first engine like it. An engine in the
 the costs in the GPU's tables. So no decision of an engine depends on other load on this machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,17 +1,16 @@
 """Pass connections on to an engine, or fail like engines and proxies that fail."""
 
-from __future__ import annotations
-
 import re
 import socket
 import struct
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 import anyio
 from anyio.abc import SocketAttribute, SocketStream
+
+from tests.unit.engine.faulty_engine import listening
 
 # ``down``: connections are closed; ``hang``: nothing is answered; ``stall``: an answer stops in the
 # middle; ``refuse``: 503; ``garbage``: events that are not JSON; ``endless``: one piece of text
@@ -139,13 +138,6 @@ def _make_reset(stream: SocketStream) -> None:
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-@asynccontextmanager
-async def start_faulty_proxy(target: str) -> AsyncGenerator[FaultyProxy]:
+def start_faulty_proxy(target: str) -> AbstractAsyncContextManager[FaultyProxy]:
     """Start a proxy before an engine."""
-    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    async with listener, anyio.create_task_group() as group:
-        port = listener.extra(SocketAttribute.local_port)
-        proxy = FaultyProxy(f"http://127.0.0.1:{port}", target)
-        group.start_soon(listener.serve, proxy.serve)
-        yield proxy
-        group.cancel_scope.cancel()
+    return listening(lambda url: FaultyProxy(url, target))

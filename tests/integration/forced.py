@@ -1,7 +1,5 @@
 """Force what engines write, token by token, so that their parsers read a text that a test chose."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

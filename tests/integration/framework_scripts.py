@@ -1,7 +1,5 @@
 """Run tests of other projects' newest clients, in an environment of their own."""
 
-from __future__ import annotations
-
 import os
 
 import anyio

@@ -1,7 +1,5 @@
 """Write tiny models and LoRA adapters for the engine tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Write HTTP by hand, so that a connection can misbehave in any part of a request."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct
@@ -30,7 +28,7 @@ class RawConnection:
         self._received = b""
 
     @classmethod
-    async def open(cls, url: str) -> RawConnection:
+    async def open(cls, url: str) -> "RawConnection":
         parts = urlsplit(url)
         assert parts.hostname and parts.port
         return cls(await anyio.connect_tcp(parts.hostname, parts.port))

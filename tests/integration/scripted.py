@@ -1,14 +1,21 @@
-"""Script the answers of a tiny random model: its computation is real, but its text is useless."""
+"""Script the answers of a tiny random model: its computation is real, but its text is useless.
 
-from __future__ import annotations
+Tools that such answers call may wait for the links of their run.
+"""
 
 import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 from openai._base_client import AsyncHttpxClientWrapper
+
+from flashmoa.engine import EngineClient
+from flashmoa.observe import Event, LinkClosed, LinkOpened
+from tests.integration.support import LAG
+from tests.waiting import until
 
 FunctionCall = tuple[str, dict[str, Any]]
 # A text; a function's name and arguments; or several calls, with a text before them if any.
@@ -45,6 +52,54 @@ def call_until(results: int, answer: Answer) -> Script:
         return answer if request.get("tools") and done < results else None
 
     return answer_to
+
+
+class LinkWatch:
+    """Lets the tools of a linked run wait for events of the run's links.
+
+    The tools of an unlinked run do not wait.
+    """
+
+    def __init__(self, engine: EngineClient, *, is_linked: bool = True) -> None:
+        self.events: list[Event] = []
+        self.engine = engine
+        self.is_linked = is_linked
+
+    @property
+    def opened(self) -> list[LinkOpened]:
+        return [event for event in self.events if isinstance(event, LinkOpened)]
+
+    @property
+    def own_links(self) -> list[LinkOpened]:
+        """The links to requests that agents send after tools whose results are not known."""
+        return [one for one in self.opened if one.upstream and one.upstream[0].endswith("()")]
+
+    def reasons(self, links: list[LinkOpened] | None = None) -> list[str]:
+        """Return why links were closed; by default, why ``own_links`` were closed."""
+        ids = [link.stream_id for link in (self.own_links if links is None else links)]
+        ended = [event for event in self.events if isinstance(event, LinkClosed)]
+        return [event.reason for event in ended if event.stream_id in ids]
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        await until(lambda: not self.is_linked or is_so())
+
+    async def prefilled(self, tokens: int = 0, links: int = 1) -> int:
+        """Wait until the latest link to an own request has KV for nearly all that is certain.
+
+        Args:
+            tokens: least number of certain tokens to wait for.
+            links: number of links to own requests to wait for.
+
+        Return the number of tokens that are certain.
+        """
+        await self.until(lambda: len(self.own_links) >= links)
+        with anyio.fail_after(60):
+            while self.is_linked:
+                state = await self.engine.stream_state(self.own_links[-1].stream_id)
+                if tokens <= state.received_tokens <= state.prefilled_tokens + LAG:
+                    return state.received_tokens
+                await anyio.sleep(0.002)
+        return 0
 
 
 class _ScriptedStream(httpx.AsyncByteStream):

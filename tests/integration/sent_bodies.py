@@ -1,7 +1,5 @@
 """Record the bodies of requests for answers as the server receives them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

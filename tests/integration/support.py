@@ -1,10 +1,8 @@
 """Helpers of the tests on real engines."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,9 @@ from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from tests.integration.engine_costs import known_costs, remember_costs
 
+# ``words(count, seed)`` returns a text of ``count`` single-token words.
+Words = Callable[[int, int], str]
+Body = dict[str, Any]
 # Cores of two engines. Parallel test processes start their first engines on different cores.
 FIRST_CORE, SECOND_CORE = (1, 0) if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else (0, 1)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -135,6 +136,31 @@ async def decoding(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenera
         ends.set()
 
 
+async def chat_text(client: EngineClient, messages: list[Body], **parameters: Any) -> str:
+    """Return the text of the answer to a chat."""
+    async with client.chat(messages, **parameters) as deltas:
+        return "".join([delta.text async for delta in deltas])
+
+
+async def post_json(
+    http: httpx.AsyncClient, path: str, body: Body | None = None, /, **fields: Any
+) -> Body:
+    """Return the JSON answer to a request that must succeed."""
+    answer = await http.post(path, json={**(body or {}), **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def logprobs(answer: Body) -> list[float]:
+    """Return all log-probabilities of an answer: of its tokens, the likeliest, its prompt's."""
+    meta = answer["meta_info"]
+    tokens = [*(meta.get("input_token_logprobs") or ()), *(meta.get("output_token_logprobs") or ())]
+    tops = [*(meta.get("input_top_logprobs") or ()), *(meta.get("output_top_logprobs") or ())]
+    tokens += [token for top in tops for token in top or ()]
+    # The first token of a prompt has none.
+    return [token[0] for token in tokens if token[0] is not None]
+
+
 async def fetch_kv_state(client: EngineClient) -> KvState:
     return (await client.info()).kv[0]
 
@@ -159,6 +185,28 @@ async def wait_for_streams(client: EngineClient, count: int = 1) -> None:
             await anyio.sleep(0.01)
 
 
+async def wait_until_held(client: EngineClient) -> None:
+    """Wait until the KV of a stream is pinned."""
+    with anyio.fail_after(60):
+        while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+async def fetch_stream(http: httpx.AsyncClient, stream_id: str) -> Body:
+    """Return the state of a stream as the engine sends it, or its error."""
+    return (await http.get(f"/prompt_streams/{stream_id}")).json()
+
+
+async def wait_for_state(
+    http: httpx.AsyncClient, stream_id: str, condition: Callable[[Body], object]
+) -> Body:
+    """Wait until a stream's state fulfils a condition, and return the state."""
+    with anyio.fail_after(60):
+        while not condition(state := await fetch_stream(http, stream_id)):  # noqa: ASYNC110
+            await anyio.sleep(0.005)
+    return state
+
+
 async def wait_until_prefilled(client: EngineClient, stream_id: str, tokens: int) -> StreamState:
     """Wait until ``tokens`` tokens of a stream have their KV, and return the stream's state."""
     state = await client.stream_state(stream_id)
@@ -178,3 +226,14 @@ async def complete_stream(client: EngineClient, stream_id: str, seq: int = 0) ->
     await client.append(stream_id, seq, end=True)
     received = (await client.stream_state(stream_id)).received_tokens
     return await wait_until_prefilled(client, stream_id, received)
+
+
+async def check_final_request(
+    client: EngineClient, stream_id: str, text: str, status: str = "hit"
+) -> PromptUsage:
+    """Check the status of a stream's request, and that its answer is as without a stream."""
+    linked, usage = await generate(client, text, 8, stream_id)
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == status
+    await client.flush_cache()
+    assert linked == (await generate(client, text, 8))[0]
+    return usage

@@ -1,7 +1,5 @@
 """Test that agents of every framework are linked as `docs/coverage.md` says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

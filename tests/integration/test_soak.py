@@ -3,8 +3,6 @@
 ``FLASHMOA_SOAK_CALLS`` is how many calls (10,000 with ``make nightly``). The first fifth warms up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -27,14 +25,13 @@ from tests.integration.baseline import Baseline
 from tests.integration.moa.serving import FILE
 from tests.integration.raw import RawConnection, make_request
 from tests.integration.router.http_calls import chat, generation, metric
-from tests.integration.support import STRICT
+from tests.integration.support import STRICT, Words
 
 CALLS = int(os.environ.get("FLASHMOA_SOAK_CALLS", "1000"))
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(400 + CALLS // 5),
 ]
-Words = Callable[[int, int], str]
 AT_ONCE = 48
 ROUNDS = 5
 # By this much the memory of allocators may differ between two measurements.
@@ -49,7 +46,7 @@ class Held:
     files: int
 
     @classmethod
-    def by(cls, processes: dict[str, psutil.Process]) -> Held:
+    def by(cls, processes: dict[str, psutil.Process]) -> "Held":
         memory = {name: process.memory_info().rss / 1e6 for name, process in processes.items()}
         return cls(memory, sum(process.num_fds() for process in processes.values()))
 

@@ -1,7 +1,5 @@
 """Install the wheels of the three packages as a user does: a client alone, and an engine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

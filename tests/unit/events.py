@@ -1,7 +1,5 @@
 """Make the events of a call, and calls of them; select events of a kind, and warnings."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from typing import Any, TypeVar

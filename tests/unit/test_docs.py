@@ -1,7 +1,5 @@
 """Test that the names and messages that the pages quote are in the source."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

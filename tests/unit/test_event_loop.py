@@ -1,7 +1,5 @@
 """Test what the event loop of all tests has beside pytest-asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Test the rules for the project's own source that ruff does not have."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from collections import defaultdict

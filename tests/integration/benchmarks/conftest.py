@@ -1,7 +1,5 @@
 """Run a benchmark from its command line to its JSON, on running engines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

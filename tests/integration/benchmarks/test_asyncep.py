@@ -1,7 +1,5 @@
 """Test ``flashmoa bench asyncep`` on real engines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run every benchmark, very small, from its command line to its JSON, on running engines."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 It takes three minutes, and more on a busy machine: five engines import SGLang.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Run the benchmarks of Mixture-of-Agents, very small, on running engines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Start PD pairs for a benchmark, with the time of modelled GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Run the notebooks from top to bottom, on engines of this session."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test that each program in the README runs as it is written there."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Test that the documentation site builds completely, and that its first program runs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

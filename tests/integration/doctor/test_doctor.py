@@ -1,7 +1,5 @@
 """Test the doctor on running engines."""
 
-from __future__ import annotations
-
 from flashmoa.cli.checks import check_engine
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine

@@ -1,7 +1,5 @@
 """The prompts of all kinds of calls are recorded, for ``flashmoa trace``."""
 
-from __future__ import annotations
-
 from autogen_core.models import UserMessage
 from pydantic import BaseModel
 

@@ -1,7 +1,5 @@
 """The programs of docs/recipes.md answer the same linked, and hit their streams."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

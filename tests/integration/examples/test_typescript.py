@@ -1,7 +1,5 @@
 """Run the example in TypeScript with Node.js and OpenAI's client, both from package indexes."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

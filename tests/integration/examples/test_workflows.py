@@ -1,7 +1,5 @@
 """Test that the programs of examples/ and the measured workflows are the same linked."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import AsyncGenerator

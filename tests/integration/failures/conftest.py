@@ -1,12 +1,6 @@
-"""Provide two engines with a proxy before each, and print the failure matrix at the end."""
+"""Provide the two engines' baselines, a proxy before the first engine, and clients."""
 
-from __future__ import annotations
-
-import json
-import os
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +11,7 @@ from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine.local import LocalEngine
 from tests.event_loop import own_task
 from tests.integration.baseline import Baseline
-from tests.integration.failures.matrix import Make, cells
+from tests.integration.failures.matrix import Make
 from tests.integration.faulty_proxy import FaultyProxy, start_faulty_proxy
 
 
@@ -67,14 +61,3 @@ def make() -> Make:
         )
 
     return client
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not cells:
-        return
-    terminalreporter.section("failures of upstream agents, and what they ended in")
-    for cell in cells:
-        line = f"{cell.where:<9} {cell.failure:<26} {cell.action:<9} "
-        terminalreporter.write_line(f"{line}{cell.reader:<46} link: {cell.link}")
-    if path := os.environ.get("FLASHMOA_FAILURES"):
-        Path(path).write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")

@@ -1,12 +1,9 @@
-"""Define the failure matrix, record its outcomes, and check that nothing is left behind."""
-
-from __future__ import annotations
+"""Define the failure matrix, and check what links report and that nothing is left behind."""
 
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import product
 
 import anyio
@@ -33,12 +30,10 @@ TEAM_CELLS = [
     slow(*cell) if cell in _FAST + _SLOW else nightly(*cell) for cell in product(FAILURES, ACTIONS)
 ]
 Make = Callable[..., FlashMoAChatCompletionClient]
-# The text that a reader has read, if it answers.
-HAD_ARRIVED, WHOLE = "what had arrived, prefilled", "the whole text, unlinked"
 # Seconds until a text counts as stalled, so that the tests need not wait long.
-BRIEF = 0.4
+BRIEF = 1.0
 # Seconds until OpenAI's client times out. An answer must begin earlier.
-PATIENCE = 1.5
+PATIENCE = 5.0
 
 
 def policy(failure: Failure, action: Action) -> FailurePolicy:
@@ -50,28 +45,9 @@ def policy(failure: Failure, action: Action) -> FailurePolicy:
     return FailurePolicy(**actions, stall_seconds=seconds)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """The outcome of a cell of the matrix."""
-
-    where: str
-    failure: str
-    action: str
-    reader: str
-    link: str
-
-
-cells: list[Cell] = []
-
-
-def record_cell(
-    where: str, failure: str, action: str, reader: str, events: Iterable[Event]
-) -> Cell:
-    """Record the outcome of a cell."""
-    closed = [event.reason for event in events if isinstance(event, LinkClosed)]
-    cell = Cell(where, failure, action, reader, ", ".join(closed))
-    cells.append(cell)
-    return cell
+def reasons(events: Iterable[Event]) -> str:
+    """Return why links were closed."""
+    return ", ".join(event.reason for event in events if isinstance(event, LinkClosed))
 
 
 def reported_failures(events: Iterable[Event]) -> list[tuple[str, str, str]]:

@@ -1,10 +1,7 @@
 """Test that a killed client's streams live no longer than it had announced."""
 
-from __future__ import annotations
-
 import signal
 import sys
-from collections.abc import Callable
 from subprocess import DEVNULL, PIPE
 
 import anyio
@@ -12,7 +9,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import fetch_kv_state, wait_until_idle
+from tests.integration.support import Words, wait_until_held, wait_until_idle
 
 CLIENT = """
 import sys, anyio, flashmoa
@@ -32,14 +29,12 @@ anyio.run(main, *sys.argv[1:])
 
 @pytest.mark.slow
 async def test_the_streams_of_a_killed_client_expire_after_their_ttl(
-    engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
+    engine: LocalEngine, client: EngineClient, words: Words
 ) -> None:
     await client.flush_cache()
     command = [sys.executable, "-c", CLIENT, engine.url, words(300, 740)]
     async with await anyio.open_process(command, stdin=DEVNULL, stdout=PIPE, stderr=None) as gone:
-        with anyio.fail_after(60):
-            while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
-                await anyio.sleep(0.02)
+        await wait_until_held(client)
         # The client keeps the stream alive for longer than its TTL.
         until = anyio.current_time() + 4
         while anyio.current_time() < until:

@@ -1,7 +1,5 @@
 """Test every failure of a text that another request reads, with every policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,15 +13,14 @@ from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (
     BRIEF,
     CELLS,
-    HAD_ARRIVED,
-    WHOLE,
     check_nothing_is_left,
     is_linked,
     policy,
-    record_cell,
+    reasons,
     reported_failures,
 )
 from tests.integration.faulty_proxy import FaultyProxy
+from tests.integration.support import chat_text
 from tests.waiting import until
 
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
@@ -33,11 +30,6 @@ RAISED = {"error": EngineUnreachable, "cancel": UpstreamCancelled, "timeout": En
 
 def make_messages(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
-
-
-async def ask(engine: EngineClient, text: str) -> str:
-    async with engine.chat(make_messages(text), **SHORT) as deltas:
-        return "".join([delta.text async for delta in deltas])
 
 
 @pytest.mark.parametrize(("failure", "action"), CELLS)
@@ -70,16 +62,13 @@ async def test_a_failed_answer_follows_the_readers_policy(
             upstream_proxy.release()
             arrived = await draft
         if failure != "stall" and action == "abort":
-            with pytest.raises(RAISED[failure]) as caught:
+            with pytest.raises(RAISED[failure]):
                 await review
-            reader = f"raises {caught.typename}"
         else:
-            assert await review == await ask(reading, f"{guide[:900]}\n{arrived}\nBetter?")
+            asked = make_messages(f"{guide[:900]}\n{arrived}\nBetter?")
+            assert await review == await chat_text(reading, asked, **SHORT)
             assert review.usage is not None
-            is_hit = review.usage.prompt_stream is not None
-            assert is_hit == (action == "finalize")
-            reader = f"answers {HAD_ARRIVED if is_hit else WHOLE}"
+            assert (review.usage.prompt_stream is not None) == (action == "finalize")
         upstream_proxy.release()
     assert reported_failures(events) == [("draft", failure, action)]
-    cell = record_cell("Workflow", failure, action, reader, events)
-    assert cell.link == ("abort" if action == "abort" else "used")
+    assert reasons(events) == ("abort" if action == "abort" else "used")

@@ -3,8 +3,6 @@
 The adapter for Google ADK is tested in an environment of its own; see tests/frameworks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial

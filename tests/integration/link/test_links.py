@@ -1,18 +1,12 @@
 """Test links between real engines: exact, and closed on every path."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import anyio
 
 from flashmoa.engine import EngineClient
 from flashmoa.link.link import Link
 from flashmoa.link.prompt import Prompt, Slot
-from tests.integration.support import GREEDY, generate, wait_until_idle
+from tests.integration.support import GREEDY, Words, generate, wait_until_idle
 from tests.waiting import until
-
-Words = Callable[[int, int], str]
 
 
 async def test_sixteen_links_at_once_are_exact(

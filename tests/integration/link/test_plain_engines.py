@@ -1,9 +1,6 @@
 """Test links to a stock SGLang server: prompts are prefilled ahead, and answers are the same."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import pytest
 
@@ -14,9 +11,8 @@ from flashmoa.engine.plain import StepCosts
 from flashmoa.observe import CallStarted, Event, LinkAdvanced, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
+from tests.integration.link.test_workflow import PARAMETERS, asks
 from tests.waiting import until
-
-PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -30,10 +26,6 @@ async def plain(plain_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
 def all_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the overhead of steps for nothing: how long one takes depends on the machine."""
     monkeypatch.setattr(StepCosts, "least_tokens", 64)
-
-
-def asks(text: str) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
 
 
 async def review(plain: EngineClient, guide: str) -> tuple[str, int, list[Event]]:

@@ -1,7 +1,5 @@
 """Test that predictions have every field of a request that shapes its prompt."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any

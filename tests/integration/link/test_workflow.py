@@ -1,7 +1,5 @@
 """Test calls that are linked without an agent framework."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -21,6 +19,7 @@ from flashmoa.observe import (
 )
 from tests.integration.support import (
     LAG,
+    chat_text,
     wait_for_streams,
     wait_until_idle,
     wait_until_prefilled,
@@ -41,8 +40,7 @@ def asks(text: str) -> list[dict[str, Any]]:
 
 
 async def answer_to(engine: EngineClient, text: str) -> str:
-    async with engine.chat(asks(text), **PARAMETERS) as deltas:
-        return "".join([delta.text async for delta in deltas])
+    return await chat_text(engine, asks(text), **PARAMETERS)
 
 
 def status(usage: PromptUsage | None) -> str | None:

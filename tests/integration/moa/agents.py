@@ -1,7 +1,5 @@
 """Agents with one model and different answers, also at a proxy that fails."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Provide clients of the agents' two engines, and of a server of mixtures."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 import pytest

@@ -1,7 +1,5 @@
 """Serve mixtures, staircases, debates and councils of tiny models with the OpenAI API."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path

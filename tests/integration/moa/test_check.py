@@ -1,7 +1,5 @@
 """Test what ``flashmoa moa check`` finds on real engines, and reports as missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

@@ -1,21 +1,17 @@
 """Debates on real engines: equal answers with and without links, also on a staircase."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.link.link import Ahead
 from flashmoa.moa import Debate, DebatePrompt, Model, Result, Steps
 from flashmoa.observe import Event, LinkOpened
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import wait_until_idle
 
 PROMPT = DebatePrompt("Others say:", "\n{number}. ", staircase_instruction="You are {number}:")
-WAYS = pytest.mark.parametrize("steps", [None, Steps(), Steps(order="contiguous")])
 
 
 def debate(pair: tuple[EngineClient, EngineClient], **more: Any) -> Debate:
@@ -29,20 +25,24 @@ def answers_by_round(result: Result) -> list[list[str]]:
     return [[answer.text for answer in round_] for round_ in result.layers]
 
 
-@WAYS
+@pytest.mark.parametrize("steps", [None, Steps(), Steps(order="contiguous")])
 async def test_linked_debate_equals_unlinked(
     pair: tuple[EngineClient, EngineClient], steps: Steps | None
 ) -> None:
-    ways: list[Ahead] = ["nothing", "text"]
     events: list[Event] = []
     results: list[Result] = []
-    for ahead in ways:
+    pieces: list[str] = []
+    for ahead in ("nothing", "text"):
         for engine in pair:
             await engine.flush_cache()
         events.clear()
         more: Any = {"ahead": ahead, "listener": events.append, "staircase": steps}
-        results.append(await debate(pair, **more).answer(QUESTION))
+        async with debate(pair, **more).answering(QUESTION) as debating:
+            pieces = [piece async for piece in debating]
+            results.append(await debating.result())
     unlinked, linked = results
+    assert len(pieces) > 1 and "".join(pieces) == linked.text
+    assert linked.final.name == "4.1" and linked.finish_reason == "length"
     assert answers_by_round(unlinked) == answers_by_round(linked) and unlinked.text == linked.text
     assert linked.text == linked.final.text != ""
     assert 0 < linked.time_to_first_token < linked.seconds
@@ -64,19 +64,6 @@ async def test_linked_debate_equals_unlinked(
         assert opened["2.2"] == ("1.2", "1.1", "1.3")
     for engine in pair:
         await wait_until_idle(engine)
-
-
-@WAYS
-async def test_aggregator_concludes_and_streams_its_answer(
-    pair: tuple[EngineClient, EngineClient], steps: Steps | None
-) -> None:
-    async with debate(pair, staircase=steps).answering(QUESTION) as debating:
-        pieces = [piece async for piece in debating]
-        result = await debating.result()
-    assert len(pieces) > 1 and "".join(pieces) == result.text
-    assert result.final.text == result.text and result.final.name == "4.1"
-    assert len(result.layers) == 4 and result.finish_reason == "length"
-    assert len(result.final.steps) == (0 if steps is None else 2)
 
 
 async def test_answers_that_do_not_fit_are_cut_to_fair_shares(

@@ -1,7 +1,5 @@
 """Early exit with a real embedding engine, and on a modelled GPU."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +17,8 @@ from flashmoa.errors import MalformedRequest, PluginMissing, PromptTooLarge
 from flashmoa.moa import AggregationPrompt, EarlyExit, EngineEmbedder, MixtureOfAgents
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.router.conftest import make_options, serve_router
-from tests.integration.router.http_calls import metric, post_json
-from tests.integration.support import LAG, RIDING, start_special_engine
+from tests.integration.router.http_calls import metric
+from tests.integration.support import LAG, RIDING, post_json, start_special_engine
 
 PROMPT = AggregationPrompt("question-first", "Weigh these:")
 # Each answer ends while the next one is still written.

@@ -1,7 +1,5 @@
 """Whatever goes wrong with one agent's engine, there is an answer, and the result says how."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,5 @@
 """Mixtures on real engines: equal answers with and without links, failures and cancellation."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +20,9 @@ from flashmoa.moa import (
 from flashmoa.observe import Event, LinkClosed
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import wait_until_idle
+from tests.unit.moa.embedders import Embedder
 
 PROMPT = AggregationPrompt(instruction="Weigh these answers:")
-
-
-class ConstantEmbedder:
-    """An embedder that finds all texts the same."""
-
-    async def compare(self, texts: Sequence[str]) -> list[list[float]]:
-        return [[1.0] * len(texts) for _ in texts]
 
 
 def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgents:
@@ -98,7 +89,7 @@ async def test_early_exit_cancels_the_remaining_agents(
 ) -> None:
     small, large = pair
     slow = agent(large, 3, max_tokens=400)
-    policy = EarlyExit(ConstantEmbedder(), tau=1.0, rule="threshold", threshold=0.0)
+    policy = EarlyExit(Embedder(), tau=1.0, rule="threshold", threshold=0.0)
     layers = [[agent(small, 1), agent(small, 2), slow], [agent(large)]]
     events: list[Event] = []
     mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy, listener=events.append)
@@ -146,7 +137,7 @@ async def test_only_scored_answers_have_logprobs(
 
     The last answer is never scored. Stock SGLang mixes no prefill into decode steps of requests
     with log-probabilities."""
-    policy = EarlyExit(ConstantEmbedder(), rule="threshold", threshold=1, min_answers=min_answers)
+    policy = EarlyExit(Embedder(), rule="threshold", threshold=1, min_answers=min_answers)
     async with RecordingClient(pair[0].url) as client:
         layers = [[agent(client, seed) for seed in range(6)], [agent(client)] * 2, [agent(client)]]
         mixture = MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy)

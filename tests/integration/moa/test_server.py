@@ -1,7 +1,5 @@
 """Mixtures, staircases and debates as models of the OpenAI API, and the operation of the server."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

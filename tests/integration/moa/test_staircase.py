@@ -1,7 +1,5 @@
 """Test staircases on real engines."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

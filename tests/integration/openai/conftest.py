@@ -1,7 +1,5 @@
 """Provide clients of two engines, which must be idle afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 import pytest

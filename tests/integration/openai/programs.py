@@ -1,7 +1,5 @@
 """Programs of calls of OpenAI's client, which the tests run linked and unlinked."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -92,7 +90,9 @@ async def links_opened(number: int) -> None:
             await links.changed.wait()
 
 
-async def chain(clients: Clients, guide: str, task: str, *, stream: bool = False) -> list[str]:
+async def chain(
+    clients: Clients, guide: str, task: str, *, stream: bool = False, ask: Callable[..., Any] = ask
+) -> list[str]:
     """Return the answers of three agents. The second reads one answer, the third reads both."""
     plan = await ask(clients.first, task, stream=stream)
     await links_opened(1)

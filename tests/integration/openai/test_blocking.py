@@ -1,7 +1,5 @@
 """Test that programs without an event loop are linked like programs with an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Test runs that fail, are cancelled or leave calls out: they give everything back."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

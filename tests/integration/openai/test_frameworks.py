@@ -1,7 +1,5 @@
 """Test agent frameworks on OpenAI's newest client, which does not go with SGLang's packages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

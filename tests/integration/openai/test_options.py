@@ -1,7 +1,5 @@
 """Test that an answer has the same fields in a run as outside, whatever its request asks for."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from contextlib import AsyncExitStack

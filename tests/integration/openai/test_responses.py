@@ -1,14 +1,11 @@
 """Calls of the Responses API on real SGLang are linked, and answered the same."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
@@ -16,7 +13,8 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.openai import OpenAI, run
-from tests.integration.openai.programs import TASK, Clients, links_opened, play_linked, statuses
+from tests.integration.openai.programs import TASK, Clients, chain, play_linked, statuses
+from tests.waiting import until
 
 REQUEST: dict[str, Any] = {"temperature": 0, "max_output_tokens": 48}
 
@@ -40,9 +38,10 @@ LOOK: dict[str, Any] = {
 }
 
 
-async def ask(client: Any, text: str, guide: str | None = None, *, stream: bool = False) -> str:
-    """Return the answer to a user's text, of a client of either kind."""
-    request = {**REQUEST, "instructions": guide, "input": text, "stream": stream}
+async def ask(client: Any, *contents: str, stream: bool = False) -> str:
+    """Return a client's answer to instructions, if there are two contents, and a user's text."""
+    *guide, text = contents
+    request = {**REQUEST, "instructions": "".join(guide) or None, "input": text, "stream": stream}
     answer = client.responses.create(**request)
     found: Any = await answer if inspect.isawaitable(answer) else answer
     if not stream:
@@ -51,20 +50,11 @@ async def ask(client: Any, text: str, guide: str | None = None, *, stream: bool 
     return "".join([each.delta for each in events if each.type == "response.output_text.delta"])
 
 
-async def chain(first: Any, second: Any, guide: str, *, stream: bool) -> list[str]:
-    plan = await ask(first, TASK, stream=stream)
-    await links_opened(1)
-    check = await ask(second, f"Check:\n{plan}", f"{guide}\nYou check plans.", stream=stream)
-    await links_opened(2)
-    whole = f"{TASK}\nPlan: {plan}\n\nRemarks: {check.strip()}\n\nSum it up."
-    return [plan, check, await ask(first, whole, f"{guide}\nYou sum up.", stream=stream)]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_second_run_is_linked_and_answers_the_same(
     clients: Clients, guide: str, stream: bool
 ) -> None:
-    program = partial(chain, clients.first, clients.second, guide[:3000], stream=stream)
+    program = partial(chain, clients, guide[:3000], TASK, stream=stream, ask=ask)
     unlinked = await program()
     assert await play_linked(f"responses {stream}", program) == unlinked
     events: list[Event] = []
@@ -81,7 +71,8 @@ async def test_a_program_without_an_event_loop_is_linked(
         with OpenAI(base_url=engine.url) as first, OpenAI(base_url=downstream.url) as second:
 
             def program() -> list[str]:
-                return asyncio.run(chain(first, second, guide[:3000], stream=False))
+                both: Any = Clients(first, second)  # type: ignore[arg-type]
+                return asyncio.run(chain(both, guide[:3000], TASK, ask=ask))
 
             unlinked = program()
             for _ in range(2):
@@ -106,9 +97,7 @@ async def test_a_request_after_a_tool_is_linked_in_the_first_run(
         called = await clients.first.responses.create(input=items, **forced)
         items += [item.to_dict() for item in called.output]
         ids = [item.call_id for item in called.output if item.type == "function_call"]
-        with anyio.fail_after(20):
-            while waits and not any(isinstance(event, LinkOpened) for event in events):  # noqa: ASYNC110
-                await anyio.sleep(0.002)
+        await until(lambda: not waits or any(isinstance(event, LinkOpened) for event in events))
         items += [
             {"type": "function_call_output", "call_id": id_, "output": "A fine place."}
             for id_ in ids

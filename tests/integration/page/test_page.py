@@ -1,7 +1,5 @@
 """Test the page of a run in a real browser."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path

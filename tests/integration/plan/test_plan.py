@@ -1,7 +1,5 @@
 """An example's team is planned on modelled engines, from the command line."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

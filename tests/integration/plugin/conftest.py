@@ -1,7 +1,5 @@
 """Fixtures of the plugin's integration tests: clients of the module's engine, or the session's."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 import httpx

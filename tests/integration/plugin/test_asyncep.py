@@ -1,7 +1,5 @@
 """``--flashmoa-asyncep`` on real engines: the same answers, in less memory of the device."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -23,11 +21,15 @@ from flashmoa.errors import EngineError
 from tests.integration.support import (
     EXPERTS,
     GREEDY,
+    Words,
     generate,
+    logprobs,
     nightly,
+    post_json,
     slow,
     start_special_engine,
 )
+from tests.waiting import until
 
 # An expert has three matrices, in float32.
 LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2) * 4
@@ -56,9 +58,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-async def reference(
-    engines: LocalEngines, experts_model: Path, words: Callable[[int, int], str]
-) -> Reference:
+async def reference(engines: LocalEngines, experts_model: Path, words: Words) -> Reference:
     prompts = [words(30, 1), words(200, 2), words(3, 3)]
     async with (
         start_special_engine(engines, experts_model, *BRIEF) as engine,
@@ -85,12 +85,8 @@ async def answers(engine: LocalEngine, prompts: list[str]) -> list[Answer]:
 async def answer(client: EngineClient, **prompt: Any) -> Answer:
     body = {**prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
     body |= {"return_logprob": True, "logprob_start_len": 0}
-    reply = await client._http.post("/generate", json=body)
-    reply.raise_for_status()
-    result = reply.json()
-    meta = result["meta_info"]
-    logprobs = meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]
-    return result["text"], [logprob[0] for logprob in logprobs]
+    result = await post_json(client._http, "/generate", body)
+    return result["text"], logprobs(result)
 
 
 @pytest.mark.parametrize("slots", [nightly(1), slow(2)])
@@ -142,10 +138,10 @@ async def test_a_burst_is_one_forward_and_a_lone_request_runs_after_a_wait(
     patient: LocalEngine, reference: Reference
 ) -> None:
     async def check(ids: list[int], expected: Answer) -> None:
-        text, logprobs = await answer(client, input_ids=ids)
+        text, found = await answer(client, input_ids=ids)
         assert text == expected[0]
         # Sums may be computed in another order, such as in a larger batch.
-        assert logprobs == pytest.approx(expected[1], abs=1e-4)
+        assert found == pytest.approx(expected[1], abs=1e-4)
 
     async with EngineClient(patient.url, timeout=60) as client:
         assert (await client.info()).prefills_wait_for == ENOUGH
@@ -237,9 +233,7 @@ class Replicas:
 
     async def wait_for_share(self, rank: int) -> None:
         """Wait until a replica has loaded its share, and waits for the others."""
-        with anyio.fail_after(60):
-            while str(rank) not in self.listening_ranks():  # noqa: ASYNC110
-                await anyio.sleep(0.02)
+        await until(lambda: str(rank) in self.listening_ranks())
 
 
 @pytest.fixture

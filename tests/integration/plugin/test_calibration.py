@@ -1,8 +1,5 @@
 """An engine measures its costs while it is already in use."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,9 +12,15 @@ from flashmoa_sglang.costs import Costs
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
-from tests.integration.support import LAG, RIDING, generate, start_special_engine, wait_until_idle
+from tests.integration.support import (
+    LAG,
+    RIDING,
+    Words,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+)
 
-Words = Callable[[int, int], str]
 CHUNK = 64
 
 

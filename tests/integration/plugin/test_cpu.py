@@ -1,15 +1,12 @@
 """Engines on the CPU platform compute what the model computes with Hugging Face's code."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashmoa.engine import EngineClient
-from tests.integration.support import generate
+from tests.integration.support import Words, generate
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +23,7 @@ def reference(model: Path) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("length", [1, 7, 130, 900])
 async def test_greedy_tokens_equal_hugging_face(
-    client: EngineClient, words: Callable[[int, int], str], reference: tuple[Any, Any], length: int
+    client: EngineClient, words: Words, reference: tuple[Any, Any], length: int
 ) -> None:
     import torch
 

@@ -1,8 +1,6 @@
 """Prompt streams and scores on an engine with two data-parallel ranks, each with its own KV."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx
@@ -11,10 +9,15 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.http_calls import generation
-from tests.integration.support import TWO_REPLICAS, complete_stream, generate, start_special_engine
+from tests.integration.support import (
+    TWO_REPLICAS,
+    Words,
+    complete_stream,
+    generate,
+    start_special_engine,
+)
 
 pytestmark = pytest.mark.nightly
-Words = Callable[[int, int], str]
 
 
 @pytest.fixture(scope="module")

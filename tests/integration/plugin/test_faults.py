@@ -6,8 +6,6 @@ For clients, the third is the *manner*: how the connection fails. After every gr
 the streams have ended as documented, and the engine is as it was before.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -27,10 +25,18 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.errors import EngineDraining, StreamGone
 from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, make_request
-from tests.integration.support import GREEDY, LAG, wait_until_prefilled
+from tests.integration.support import (
+    GREEDY,
+    LAG,
+    Body,
+    Words,
+    fetch_stream,
+    wait_for_state,
+    wait_until_prefilled,
+)
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(90)
-Words = Callable[[int, int], str]
 Moment = Literal["before the first append", "mid-append", "after the last append"]
 LateMoment = Literal["during prefill", "during decode"]
 Manner = Literal["reset", "half-close", "stall"]
@@ -89,15 +95,11 @@ class Cell:
         body = {"text": self.head + self.tail, "sampling_params": sampling, "stream": stream}
         return make_request("/generate", {**body, "prompt_stream_id": self.id})
 
-    async def state(self) -> dict[str, Any]:
-        return (await self.http.get(f"/prompt_streams/{self.id}")).json()
+    async def state(self) -> Body:
+        return await fetch_stream(self.http, self.id)
 
-    async def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Return the stream's state, once it fulfils a condition."""
-        with anyio.fail_after(20):
-            while not condition(state := await self.state()):  # noqa: ASYNC110
-                await anyio.sleep(0.005)
-        return state
+    async def wait_until(self, condition: Callable[[Body], object]) -> Body:
+        return await wait_for_state(self.http, self.id, condition)
 
     async def wait_for_use(self) -> None:
         await self.wait_until(lambda state: "error" in state or state["in_use"])
@@ -173,8 +175,8 @@ async def test_an_upstream_that_fails_early(moment: Moment, make: Make) -> None:
 
     async def upstream(manner: Manner) -> None:
         cell = make(ttl=BRIEF)
-        await cell.reach(moment)
         connection = await cell.connect()
+        await cell.reach(moment)
         following = 1 if moment == "after the last append" else 0
         left = await fail(connection, manner, cell.append_request(following))
         assert await cell.wait_for_end() == "expired"
@@ -235,8 +237,8 @@ async def test_a_downstream_that_fails_early(moment: Moment, make: Make) -> None
 
     async def downstream(manner: Manner) -> None:
         cell = make(ttl=BRIEF if manner == "stall" else 60)
-        await cell.open()
         appending, connection = await cell.connect(), await cell.connect()
+        await cell.open()
         left = await appending.send_half(cell.append_request()) if moment == "mid-append" else b""
         if moment == "after the last append":
             await cell.append()
@@ -343,15 +345,6 @@ async def test_an_aborted_request_frees_its_stream(moment: LateMoment, make: Mak
     await connection.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", LATE)
-async def test_a_stream_in_use_does_not_expire(moment: LateMoment, make: Make) -> None:
-    cell = make(tokens=LONG_PROMPT * 4 if moment == "during prefill" else 60, ttl=0.2)
-    await cell.open()
-    await cell.use("hit", 150)
-    assert await cell.wait_for_end() == "used"
-
-
 @pytest.fixture
 async def doomed(engines: LocalEngines, model: Path) -> LocalEngine:
     return await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
@@ -401,9 +394,7 @@ async def test_a_drain_ends_every_stream_and_finishes_every_request(
         assert b'"status":"hit"' in await decode.read_until(b"data: [DONE]")
         for connection in (half, decode, prefill):
             await connection.close()
-    with anyio.fail_after(30):
-        while doomed.is_running():  # noqa: ASYNC110 - there is no event for it
-            await anyio.sleep(0.05)
+    await until(lambda: not doomed.is_running())
     # On a slow machine SGLang is still starting at the drain, and logs that this failed.
     start = r"post-warmup freeze_gc failed\n(?:(?!\[\d).*\n)*"
     assert "Traceback" not in re.sub(start, "", doomed.log.read_text()[before:])

@@ -1,7 +1,5 @@
 """A stream follows a call inside the engine, and the call's bytes stay as they are."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import AsyncGenerator, Callable
@@ -28,12 +26,14 @@ from tests.integration.plugin.test_hearing import (
 )
 from tests.integration.support import (
     TWO_REPLICAS,
+    Body,
+    fetch_stream,
     generate,
     start_special_engine,
+    wait_for_state,
     wait_until_idle,
 )
 
-Body = dict[str, Any]
 BEFORE = "The plan of the first agent: "
 CHATS = "/v1/chat/completions"
 LONG = {**CHAT, "max_tokens": 200, "ignore_eos": True, "separate_reasoning": False}
@@ -85,13 +85,10 @@ class Followed:
         return answer
 
     async def state(self) -> Body:
-        return (await self.http.get(f"/prompt_streams/{self.id}")).json()
+        return await fetch_stream(self.http, self.id)
 
-    async def until(self, condition: Callable[[Body], bool]) -> Body:
-        with anyio.fail_after(30):
-            while not condition(state := await self.state()):  # noqa: ASYNC110
-                await anyio.sleep(0.01)
-        return state
+    async def until(self, condition: Callable[[Body], object]) -> Body:
+        return await wait_for_state(self.http, self.id, condition)
 
 
 @asynccontextmanager
@@ -267,32 +264,3 @@ async def test_a_request_that_is_refused_leaves_a_stream_that_goes_on_following(
         whole = await client.open_stream(text=BEFORE + content)
         await stream.until(lambda state: state["received_tokens"] == whole.received_tokens)
         await client.delete_stream(whole.id)
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"call": ""}, "32 hexadecimal digits"),
-        ({"call": "x" * 32}, "32 hexadecimal digits"),
-        ({"call": "a" * 31}, "32 hexadecimal digits"),
-        ({"call": "a" * 100_000}, "32 hexadecimal digits"),
-        ({"call": 7}, "call"),
-        ({"call": "a" * 32, "text": "x"}, "exactly one"),
-        ({"call": "a" * 32, "end": True}, "leave end out"),
-        ({"call": "a" * 32, "start": 99}, "start is 99"),
-    ],
-)
-async def test_what_cannot_be_followed_is_refused(
-    http: httpx.AsyncClient, client: EngineClient, body: Body, says: str
-) -> None:
-    opened = await client.open_stream(text="abc")
-    answer = await http.post(f"/prompt_streams/{opened.id}/append", json={"seq": 0, **body})
-    assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
-    assert len(answer.text) < 500
-    ids = await client.open_stream(input_ids=[5, 6])
-    with_call = {"seq": 0, "call": "a" * 32}
-    answer = await http.post(f"/prompt_streams/{ids.id}/append", json=with_call)
-    assert answer.status_code == 400 and "append input_ids" in answer.text
-    assert not (await in_flight(http))["awaited_calls"]
-    for stream in (opened.id, ids.id):
-        await client.delete_stream(stream)

@@ -1,7 +1,5 @@
 """Random requests in random order: no 500, the engine keeps running, and no stream is left."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Answers are heard while the engine writes them, and their bytes stay as they are."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -16,9 +14,9 @@ import pytest
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.event_loop import own_task
 from tests.integration.ears import Ear, in_flight, listening, text_of
-from tests.integration.support import start_special_engine
+from tests.integration.support import Body, start_special_engine
+from tests.waiting import until
 
-Body = dict[str, Any]
 MESSAGES = [{"role": "user", "content": "Plan a trip to Nepal."}]
 CHAT = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
 
@@ -182,7 +180,6 @@ async def test_a_response_is_heard_and_its_bytes_stay(
     heard = await ask(http, "/v1/responses", body, call)
     assert heard == plain
     events = await ear.until_end(call)
-    print(events, plain)
     items = json.loads(plain)["output"]
     text = "".join(
         part["text"] for item in items if item["type"] == "message" for part in item["content"]
@@ -249,9 +246,7 @@ async def test_a_call_whose_client_leaves_ends_without_a_reason(
     body = {**CHAT, "max_tokens": 4000, "ignore_eos": True}
     async with anyio.create_task_group() as group:
         group.start_soon(ask, http, "/v1/chat/completions", body, call)
-        with anyio.fail_after(20):
-            while not ear.heard[call]:  # noqa: ASYNC110
-                await anyio.sleep(0.01)
+        await until(lambda: ear.heard[call])
         group.cancel_scope.cancel()
     events = await ear.until_end(call)
     assert events[-1] == {"end": None}

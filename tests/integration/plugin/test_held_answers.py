@@ -3,30 +3,27 @@
 SGLang's parsers of streams and of whole answers differ.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
-    fetch_kv_state,
+    Body,
+    Words,
     slow,
     slow_except,
     start_special_engine,
+    wait_until_held,
     wait_until_idle,
 )
 
-Body = dict[str, Any]
-Words = Callable[[int, int], str]
 # Sends a conversation. Returns what a client adds to it for the answer and the results of its
 # calls, and how many tokens of the prompt were computed after the request had come.
 Client = Callable[[httpx.AsyncClient, list[Body], Body, bool], Awaitable[tuple[list[Body], int]]]
@@ -60,7 +57,7 @@ THOUGHTS = (
 ANSWER = "<think>\nI must look.\n</think>\n\nLet me look.\n"
 
 
-@pytest.fixture(scope="module", params=slow_except(CALLS, "qwen25"))
+@pytest.fixture(scope="module", params=slow_except(CALLS, "qwen25", "glm45"))
 def parser(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -292,9 +289,3 @@ async def test_nothing_is_held_of_an_answer_whose_client_leaves(
             if "look" in line:
                 break
     assert (await wait_until_idle(client)).pinned_streams == 0
-
-
-async def wait_until_held(client: EngineClient) -> None:
-    with anyio.fail_after(10):
-        while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
-            await anyio.sleep(0.01)

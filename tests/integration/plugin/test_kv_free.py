@@ -1,10 +1,7 @@
 """``--flashmoa-kv-cache off`` on a real engine: the same logits, with a single layer's KV."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import anyio
 import pytest
@@ -12,7 +9,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
 from flashmoa.errors import RequestRefused
-from tests.integration.support import start_special_engine
+from tests.integration.support import Body, logprobs, post_json, start_special_engine
 
 pytestmark = pytest.mark.nightly
 
@@ -23,23 +20,20 @@ NEEDED = ["--disable-radix-cache", "--chunked-prefill-size", "-1"]
 MEMORY = ["--mem-fraction-static", "0.2"]
 
 
-async def logprobs(client: EngineClient, prompt: list[int], tokens: int = 1) -> list[float]:
+async def ask(client: EngineClient, prompt: list[int]) -> list[float]:
     """Return the log-probabilities of prompt and answer tokens, and of the likeliest tokens."""
-    body: dict[str, Any] = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
-    body |= {"sampling_params": {"max_new_tokens": tokens, "temperature": 0}}
-    reply = await client._http.post("/generate", json=body | {"top_logprobs_num": 5})
-    assert reply.status_code == 200, reply.text
-    meta = reply.json()["meta_info"]
-    lists = [meta["input_token_logprobs"][1:], meta["output_token_logprobs"]]
-    lists += [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
-    return [token[0] for tokens in lists for token in tokens]
+    body: Body = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
+    body |= {"sampling_params": {"max_new_tokens": 1, "temperature": 0}, "top_logprobs_num": 5}
+    found = logprobs(await post_json(client._http, "/generate", body))
+    assert len(found) == 6 * len(prompt)
+    return found
 
 
 async def test_logits_are_the_same_and_no_kv_is_kept(
     client: EngineClient, engines: LocalEngines, model: Path
 ) -> None:
     await client.flush_cache()
-    expected = [await logprobs(client, prompt) for prompt in PROMPTS]
+    expected = [await ask(client, prompt) for prompt in PROMPTS]
     reference_kv = (await client.info()).kv[0]
     flags = ["--flashmoa-kv-cache", "off", *NEEDED, *MEMORY]
     async with (
@@ -47,16 +41,16 @@ async def test_logits_are_the_same_and_no_kv_is_kept(
         EngineClient(engine.url, timeout=60) as lean,
     ):
         for prompt, right in zip(PROMPTS, expected, strict=True):
-            assert await logprobs(lean, prompt) == pytest.approx(right, abs=1e-4)
+            assert await ask(lean, prompt) == pytest.approx(right, abs=1e-4)
         # Every prompt is sent twice more, all at once; none finds KV of an earlier request.
         results: list[list[float]] = [[] for _ in range(2 * len(PROMPTS))]
 
-        async def ask(number: int) -> None:
-            results[number] = await logprobs(lean, PROMPTS[number % len(PROMPTS)])
+        async def ask_again(number: int) -> None:
+            results[number] = await ask(lean, PROMPTS[number % len(PROMPTS)])
 
         async with anyio.create_task_group() as group:
             for number in range(len(results)):
-                group.start_soon(ask, number)
+                group.start_soon(ask_again, number)
         for right, result in zip(expected * 2, results, strict=True):
             assert result == pytest.approx(right, abs=1e-4)
         info = await lean.info()

@@ -5,9 +5,7 @@ adapter closes the adapter's streams. The requests of closed streams compute the
 Aborts and pauses leave streams open.
 """
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,16 @@ from flashmoa.errors import StreamGone
 from tests.integration.models import build_adapter
 from tests.integration.support import (
     LAG,
+    Words,
+    check_final_request,
     complete_stream,
-    generate,
+    post_json,
     slow,
     start_special_engine,
     wait_until_prefilled,
 )
 
 pytestmark = pytest.mark.timeout(120)
-Words = Callable[[int, int], str]
 # Seconds. Streams live longer than this, so a call that waits for their end takes longer.
 PATIENCE = 20
 TTL = 300
@@ -50,22 +49,6 @@ async def http(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
         yield connected
 
 
-async def post(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json() if answer.headers.get("content-type") == "application/json" else {}
-
-
-async def check_final_request(
-    client: EngineClient, stream_id: str, text: str, status: str = "hit"
-) -> None:
-    """Check the status of a stream's request, and that its answer is as without a stream."""
-    linked, usage = await generate(client, text, 8, stream_id)
-    assert usage.prompt_stream is not None and usage.prompt_stream.status == status
-    await client.flush_cache()
-    assert linked == (await generate(client, text, 8))[0]
-
-
 @pytest.mark.parametrize("fields", [{}, slow({"abort_all_requests": True})], ids=["wait", "abort"])
 async def test_an_update_of_weights_ends_streams(
     client: EngineClient, http: httpx.AsyncClient, model: Path, words: Words, fields: dict[str, Any]
@@ -76,7 +59,7 @@ async def test_an_update_of_weights_ends_streams(
     await wait_until_prefilled(client, stream.id, 300 - LAG)
     growing = await client.open_stream(text=long, ttl_seconds=TTL)
     await wait_until_prefilled(client, growing.id, 1)
-    updated = await post(http, "/update_weights_from_disk", model_path=str(model), **fields)
+    updated = await post_json(http, "/update_weights_from_disk", model_path=str(model), **fields)
     assert updated["success"], updated
     with pytest.raises(StreamGone, match="drained"):
         await client.append(stream.id, 0, text=" and more")
@@ -95,10 +78,10 @@ async def test_generation_is_paused_and_continued_while_streams_are_open(
     stream = await client.open_stream(text=text, ttl_seconds=TTL)
     await wait_until_prefilled(client, stream.id, 300 - LAG)
     growing = await client.open_stream(text=words(4000, 7011), ttl_seconds=TTL)
-    await post(http, "/pause_generation", mode=mode)
+    (await http.post("/pause_generation", json={"mode": mode})).raise_for_status()
     opened = await client.open_stream(text=words(200, 7012), ttl_seconds=TTL)
     await client.append(stream.id, 0, text=" and more", end=True)
-    await post(http, "/continue_generation")
+    (await http.post("/continue_generation", json={})).raise_for_status()
     await complete_stream(client, growing.id)
     await complete_stream(client, opened.id)
     await check_final_request(client, stream.id, text + " and more of it")
@@ -110,10 +93,10 @@ async def test_an_adapter_is_unloaded_while_streams_are_open(
     client: EngineClient, http: httpx.AsyncClient, words: Words
 ) -> None:
     text = words(300, 7030)
-    adapted = await post(http, "/prompt_streams", text=text, ttl_seconds=TTL, lora_path="a")
+    adapted = await post_json(http, "/prompt_streams", text=text, ttl_seconds=TTL, lora_path="a")
     await wait_until_prefilled(client, adapted["id"], 300 - LAG)
     plain = await client.open_stream(text=text, ttl_seconds=TTL)
-    unloaded = await post(http, "/unload_lora_adapter", lora_name="a")
+    unloaded = await post_json(http, "/unload_lora_adapter", lora_name="a")
     assert unloaded["success"], unloaded
     with pytest.raises(StreamGone, match="drained"):
         await client.append(adapted["id"], 0, text=" and more")

@@ -1,9 +1,7 @@
 """The metrics of prompt streams, and the routes that need the server's API key."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,13 @@ from flashmoa.errors import EngineDraining
 from tests.conftest import ROOT
 from tests.integration.support import (
     GREEDY,
+    Words,
     complete_stream,
     generate,
     wait_until_idle,
     wait_until_prefilled,
 )
 
-Words = Callable[[int, int], str]
 KEY = "secret"
 LONG = {**GREEDY, "max_new_tokens": 1500}
 

@@ -1,20 +1,15 @@
 """Test engines that copy experts in the time of a GPU: the same texts, and the copies' time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
+from flashmoa_bench.harness.modelled_gpus import read_device
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.plugin.test_asyncep import Replicas
-from tests.integration.support import generate, start_special_engine
+from tests.integration.support import Words, generate, start_special_engine
 
-Words = Callable[[int, int], str]
 GPU = {
     "FLASHMOA_DEVICE": "h200_sxm",
     "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-30B-A3B",
@@ -37,11 +32,6 @@ async def expected(engines: LocalEngines, model: Path, words: Words) -> dict[str
         return {prompt: (await generate(client, prompt, TOKENS))[0] for prompt in prompts}
 
 
-async def device_of(engine: LocalEngine) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        return (await http.get("/server_info")).json()["internal_states"][0]["modelled_gpu"]
-
-
 async def check(engine: LocalEngine, expected: dict[str, str], copy: float) -> None:
     """Check an engine's answers, and that a forward takes the time to copy all layers' experts.
 
@@ -49,9 +39,9 @@ async def check(engine: LocalEngine, expected: dict[str, str], copy: float) -> N
     """
     async with EngineClient(engine.url, timeout=120) as client:
         for prompt, answer in expected.items():
-            before = await device_of(engine)
+            before = await read_device(engine.url)
             assert (await generate(client, prompt, TOKENS))[0] == answer
-            after = await device_of(engine)
+            after = await read_device(engine.url)
             forwards = after["forwards"] - before["forwards"]
             seconds = after["device_seconds"] - before["device_seconds"]
             # While the GPU idles before a forward, two slots are filled.

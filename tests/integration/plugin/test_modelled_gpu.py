@@ -1,10 +1,8 @@
 """Test engines that take the time of a GPU: they answer the same, and no sooner than it would."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,18 +11,19 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from flashmoa_bench.harness.modelled_gpus import read_device
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, free_port, wait_for_costs
 from tests.integration.support import (
     GREEDY,
     STRICT,
+    Words,
     generate,
     start_special_engine,
     wait_until_idle,
 )
 
-Words = Callable[[int, int], str]
 GPU = {"FLASHMOA_DEVICE": "h200_sxm", "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-8B"}
 NAME = "modelled h200_sxm (Qwen/Qwen3-8B, TP1)"
 
@@ -33,11 +32,6 @@ NAME = "modelled h200_sxm (Qwen/Qwen3-8B, TP1)"
 async def hashing(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
     async with start_special_engine(engines, f"hash:{model}", environment=GPU) as engine:
         yield engine
-
-
-async def device_of(engine: LocalEngine) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        return (await http.get("/server_info")).json()["internal_states"][0]["modelled_gpu"]
 
 
 @pytest.mark.slow
@@ -51,10 +45,10 @@ async def test_time_changes_no_answer(
         start_special_engine(engines, model, environment=slow) as engine,
         EngineClient(engine.url) as modelled,
     ):
-        before, started = await device_of(engine), time.monotonic()
+        before, started = await read_device(engine.url), time.monotonic()
         assert before["name"] == "modelled h200_sxm (Qwen/Qwen3-8B, TP1, 3 times slower)"
         assert (await generate(modelled, prompt, 30))[0] == expected
-        elapsed, after = time.monotonic() - started, await device_of(engine)
+        elapsed, after = time.monotonic() - started, await read_device(engine.url)
         taken = after["device_seconds"] - before["device_seconds"]
         # A prefill and 29 decode steps. The overlap schedule may add a step.
         assert after["forwards"] - before["forwards"] >= 30
@@ -142,7 +136,7 @@ async def test_a_stock_engine_takes_the_same_time(
             async with httpx.AsyncClient(base_url=each.url, timeout=60) as http:
                 texts.append((await http.post("/generate", json=body)).json()["text"])
         assert texts[0] == texts[1]
-        stock = await device_of(engine)
+        stock = await read_device(engine.url)
         assert stock["name"] == NAME and stock["forwards"] >= 8
     finally:
         await engine.stop()

@@ -1,9 +1,7 @@
 """Prompt streams and other requests on one engine."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -19,16 +17,17 @@ from tests.integration.support import (
     GREEDY,
     LAG,
     RIDING,
+    Words,
     decoding,
     fetch_kv_state,
     generate,
+    logprobs,
     nightly_except,
     start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
 )
-
-Words = Callable[[int, int], str]
+from tests.waiting import until
 
 # Whether tokens ride along with decode steps depends on the costs of the steps. On the modelled GPU
 # tokens always ride along, unless the budget forbids it.
@@ -72,11 +71,7 @@ async def plain(engine: LocalEngine) -> AsyncGenerator[EngineClient]:
 async def wait_for_tokens(answers: Iterable[dict[str, Any]], more: int) -> None:
     """Wait until each answer has ``more`` further tokens."""
     wanted = [(answer, answer["meta_info"]["completion_tokens"] + more) for answer in answers]
-    with anyio.fail_after(60):
-        while any(  # noqa: ASYNC110 - there is no event for it
-            answer["meta_info"]["completion_tokens"] < tokens for answer, tokens in wanted
-        ):
-            await anyio.sleep(0.005)
+    await until(lambda: all(one["meta_info"]["completion_tokens"] >= n for one, n in wanted))
 
 
 async def test_streams_and_decodes_change_no_answers(
@@ -168,16 +163,8 @@ async def test_log_probabilities_stay_the_same_when_streams_ride_along(
         assert (rode > 0) == (way != "after decodes")
     for answer, expected in zip(answers, alone, strict=True):
         assert answer["text"] == expected["text"]
-        assert logprobs(answer) == pytest.approx(logprobs(expected), abs=1e-3, nan_ok=True)
-    assert [len(logprobs(answer)) for answer in answers] == [80 * 3, 80 + 40, 0]
-
-
-def logprobs(answer: dict[str, Any]) -> list[float]:
-    """Return all log-probabilities of an answer: of its tokens, the likeliest, its prompt's."""
-    meta = answer["meta_info"]
-    tokens = [*meta.get("output_token_logprobs", []), *meta.get("input_token_logprobs", [])]
-    tokens += [token for top in meta.get("output_top_logprobs") or [] for token in top or []]
-    return [float("nan") if token[0] is None else token[0] for token in tokens]
+        assert logprobs(answer) == pytest.approx(logprobs(expected), abs=1e-3)
+    assert [len(logprobs(answer)) for answer in answers] == [80 * 3, 80 + 39, 0]
 
 
 async def test_a_request_comes_between_the_forwards_of_a_long_stream(

@@ -1,9 +1,7 @@
 """A KV pool that prompt streams fill: requests come first, and streams wait for room."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,10 @@ from tests.integration.support import (
     GREEDY,
     LAG,
     RIDING,
+    Words,
     complete_stream,
     fetch_kv_state,
+    fetch_stream,
     generate,
     start_special_engine,
     wait_until_prefilled,
@@ -34,10 +34,10 @@ async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngi
 
 
 async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_pool(
-    client: EngineClient, words: Callable[[int, int], str]
+    client: EngineClient, words: Words
 ) -> None:
     texts = [words(448, number) for number in range(8)]
-    streams = [await client.open_stream(text=text) for text in texts]
+    streams = [await client.open_stream(text=text, ttl_seconds=300) for text in texts]
     for stream in streams:
         await complete_stream(client, stream.id)
     held = (await fetch_kv_state(client)).protected
@@ -69,7 +69,7 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
 
 
 async def test_streams_without_room_wait_and_go_on_when_there_is_some(
-    client: EngineClient, engine: LocalEngine, words: Callable[[int, int], str]
+    client: EngineClient, engine: LocalEngine, words: Words
 ) -> None:
     holder = await client.open_stream(text=words(4000, 1), ttl_seconds=300)
     await complete_stream(client, holder.id)
@@ -77,17 +77,17 @@ async def test_streams_without_room_wait_and_go_on_when_there_is_some(
     waiting = [await client.open_stream(text=text, ttl_seconds=300) for text in texts]
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         with anyio.fail_after(30):
-            while not any([(await state(http, s.id))["waits_for_room"] for s in waiting]):  # noqa: ASYNC110
+            while not any([(await fetch_stream(http, s.id))["waits_for_room"] for s in waiting]):  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         # They have taken what room there was, but for some that is left for requests.
-        before = [await state(http, stream.id) for stream in waiting]
+        before = [await fetch_stream(http, stream.id) for stream in waiting]
         assert 0 < sum(state["prefilled_tokens"] for state in before) < POOL - 4000
         gave_way = (await fetch_kv_state(client)).gave_way
         _, usage = await generate(client, words(100, 30), 60)
         assert usage.completion_tokens == 60
         assert (await fetch_kv_state(client)).gave_way == gave_way
         # Steps for this request have not made increments that would have no room.
-        after = [await state(http, stream.id) for stream in waiting]
+        after = [await fetch_stream(http, stream.id) for stream in waiting]
         assert [state["increments"] for state in after] == [s["increments"] for s in before]
     # When the first stream's KV is free, the others are filled while there is room.
     await client.delete_stream(holder.id)
@@ -134,7 +134,3 @@ async def test_decodes_that_need_a_page_each_in_one_step_find_it_beside_rides(
         assert (await fetch_kv_state(client)).rode_along > 0
         for stream in streams:
             await client.delete_stream(stream.id)
-
-
-async def state(http: httpx.AsyncClient, stream_id: str) -> dict[str, Any]:
-    return (await http.get(f"/prompt_streams/{stream_id}")).json()

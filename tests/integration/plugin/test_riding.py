@@ -1,9 +1,6 @@
 """Tokens of streams that ride right after a prefill of others, and prompts that ride in chunks."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +16,14 @@ from tests.integration.support import (
     GREEDY,
     LAG,
     RIDING,
+    Words,
     decoding,
+    logprobs,
+    post_json,
     start_special_engine,
     wait_until_idle,
 )
 
-Words = Callable[[int, int], str]
 _Answer = dict[str, Any]
 ARGUMENTS = ["--page-size", "16", "--decode-log-interval", "1"]
 
@@ -45,7 +44,7 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
             stream = await client.open_stream(text="The", ttl_seconds=300)
             # Enough tokens that some wait in each step.
             await client.append(stream.id, 0, text=words(6000, 80)[3:])
-            answers = [await _ask(http, body) for body in newcomers]
+            answers = [await post_json(http, "/generate", body) for body in newcomers]
         await client.delete_stream(stream.id)
         await wait_until_idle(client)
         steps = _steps(modelled)[before:]
@@ -54,7 +53,7 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
     for answer, expected in zip([long, *answers], alone, strict=True):
         # The text of an answer that was left may lack its last character.
         assert answer["text"] and expected["text"].startswith(answer["text"])
-        assert _log_probabilities(answer) == pytest.approx(_log_probabilities(expected), abs=1e-3)
+        assert logprobs(answer) == pytest.approx(logprobs(expected), abs=1e-3)
     new = {meta["prompt_tokens"] - meta["cached_tokens"] for meta in map(_meta, answers)}
     # The log of SGLang 0.5.12 counts whole pages.
     prefilled = {*new, *(-(-tokens // 16) * 16 for tokens in new)}
@@ -82,7 +81,7 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
                 for prompt in prompts
             ]
             stream = await client.open_stream(text="The", ttl_seconds=300)
-            answers = [await _ask(http, body) for body in newcomers]
+            answers = [await post_json(http, "/generate", body) for body in newcomers]
             # After its client has left, an answer is decoded until the engine notices.
             written, steps = _meta(decodes[0])["completion_tokens"], _steps(modelled)[before:]
         await client.delete_stream(stream.id)
@@ -121,7 +120,9 @@ async def test_streams_progress_beside_decodes_where_nothing_can_ride(
                     assert (_meta(long)["finish_reason"] or {}).get("type") != "length"
                     await anyio.sleep(0.02)
                     state = await client.stream_state(stream.id)
-            answer = await _ask(http, _ask_for(text, 5, {"prompt_stream_id": stream.id}))
+            answer = await post_json(
+                http, "/generate", _ask_for(text, 5, {"prompt_stream_id": stream.id})
+            )
         await wait_until_idle(client)
     assert _meta(answer)["prompt_stream"]["status"] == "hit"
     assert _meta(answer)["late_tokens"] <= LAG
@@ -138,24 +139,14 @@ def _ask_for(text: str, tokens: int, wanted: dict[str, Any] = _LOG_PROBABILITIES
     return {"text": text, "sampling_params": sampling, **wanted}
 
 
-async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> _Answer:
-    return (await http.post("/generate", json=body)).raise_for_status().json()
-
-
 async def _ask_alone(engine: LocalEngine, bodies: list[dict[str, Any]]) -> list[_Answer]:
     """Ask one after the other an engine where nothing rides along, and that is not slowed down."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        return [await _ask(http, body) for body in bodies]
+        return [await post_json(http, "/generate", body) for body in bodies]
 
 
 def _meta(answer: _Answer) -> dict[str, Any]:
     return answer["meta_info"]
-
-
-def _log_probabilities(answer: _Answer) -> list[float]:
-    meta = _meta(answer)
-    tops = [token for top in meta["output_top_logprobs"] for token in top]
-    return [token[0] for token in [*meta["output_token_logprobs"], *tops]]
 
 
 def _steps(engine: LocalEngine) -> list[int | None]:

@@ -1,8 +1,6 @@
 """Shortest job first, and KV pools that are too small for all requests and streams."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ import pytest
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
+    Words,
     start_special_engine,
 )
-
-Words = Callable[[int, int], str]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """``flashmoa serve`` as a user runs it: its output, its signals, and that no process is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

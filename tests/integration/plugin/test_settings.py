@@ -1,8 +1,5 @@
 """Test under the settings of real engines what links promise: exact answers, and all KV back."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,12 @@ from tests.integration.support import (
     BOTH_ON_ONE_CORE,
     GREEDY,
     RIDING,
+    Words,
+    chat_text,
     fetch_kv_state,
     generate,
     start_special_engine,
 )
-
-Words = Callable[[int, int], str]
 
 # The longer prompts are computed in chunks.
 COMMON = ("--chunked-prefill-size", "1024")
@@ -73,13 +70,9 @@ async def ask_unlinked(client: EngineClient, case: Case) -> list[str]:
     """Return the answers of the pairs, which run at once, and of the requests that are alike."""
     firsts, seconds = [""] * PAIRS, [""] * PAIRS
 
-    async def chat(fields: dict[str, Any]) -> str:
-        async with client.chat(**fields) as deltas:
-            return "".join([delta.text async for delta in deltas])
-
     async def ask(pair: int) -> None:
-        firsts[pair] = await chat(case.first(pair))
-        seconds[pair] = await chat(case.second(pair, firsts[pair]))
+        firsts[pair] = await chat_text(client, **case.first(pair))
+        seconds[pair] = await chat_text(client, **case.second(pair, firsts[pair]))
 
     async with anyio.create_task_group() as group:
         for pair in range(PAIRS):

@@ -1,8 +1,6 @@
 """The intra-turn prefix cache: tokens that requests share are computed once."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
+    Words,
     fetch_kv_state,
     generate,
     nightly_except,
@@ -46,7 +45,7 @@ async def engine(
 
 
 @pytest.fixture
-def texts(words: Callable[[int, int], str]) -> list[str]:
+def texts(words: Words) -> list[str]:
     shared = words(SHARED, 1)
     return [shared + words(OWN + 1, 100 + number)[3:] for number in range(REQUESTS)]
 
@@ -78,7 +77,7 @@ async def answers_one_by_one(client: EngineClient, texts: list[str]) -> list[str
 
 
 async def test_sixteen_requests_compute_shared_tokens_once(
-    client: EngineClient, texts: list[str], words: Callable[[int, int], str]
+    client: EngineClient, texts: list[str], words: Words
 ) -> None:
     expected = await answers_one_by_one(client, texts)
     unique = SHARED + REQUESTS * OWN
@@ -103,7 +102,7 @@ async def test_tokens_that_a_batch_shares_are_computed_once_and_counted(
     request: pytest.FixtureRequest,
     client: EngineClient,
     texts: list[str],
-    words: Callable[[int, int], str],
+    words: Words,
 ) -> None:
     """The requests arrive while the engine is busy, so that they are all in one batch."""
     await client.flush_cache()

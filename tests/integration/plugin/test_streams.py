@@ -1,9 +1,6 @@
 """Prompt streams on real SGLang: answers and tokens are exact, and KV is always released."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -11,18 +8,16 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine
 from flashmoa.errors import StreamGone
+from tests.integration.ears import in_flight
 from tests.integration.support import (
     LAG,
+    Words,
     complete_stream,
     generate,
     wait_until_idle,
     wait_until_prefilled,
 )
-
-Words = Callable[[int, int], str]
-
 
 TEXTS = {
     "thai": "กองคาราวานมาถึงเมืองเก่าตอนเที่ยงและทุกคนพักผ่อนก่อน",
@@ -109,30 +104,18 @@ async def test_after_a_wrong_prediction_the_common_part_is_used(
     assert usage.cached_tokens is not None and 195 <= usage.cached_tokens <= 201
 
 
-async def test_chat_uses_a_stream_whether_its_answer_is_streamed_or_not(
-    engine: LocalEngine, client: EngineClient, words: Words
+async def test_a_streamed_chat_uses_a_stream(
+    client: EngineClient, http: httpx.AsyncClient, words: Words
 ) -> None:
+    await client.flush_cache()
     messages = [{"role": "user", "content": words(300, 41)}]
     text = await client.render(messages)
-    body = {"model": "m", "messages": messages, "max_tokens": 6, "temperature": 0}
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        expected = (await http.post("/v1/chat/completions", json=body)).json()
-        for streaming in (False, True):
-            await client.flush_cache()
-            opened = await client.open_stream(text=text, add_special_tokens=False)
-            await complete_stream(client, opened.id)
-            linked = {**body, "prompt_stream_id": opened.id, "stream": streaming}
-            if streaming:
-                linked["stream_options"] = {"include_usage": True}
-            answer = await http.post("/v1/chat/completions", json=linked)
-            if streaming:
-                assert '"streamed_tokens"' in answer.text
-                assert '"status": "hit"' in answer.text
-                continue
-            got = answer.json()
-            assert got["choices"][0]["message"] == expected["choices"][0]["message"]
-            assert got["usage"]["prompt_tokens_details"]["streamed_tokens"] > 280
-            assert got["usage"]["prompt_stream"]["status"] == "hit"
+    opened = await client.open_stream(text=text, add_special_tokens=False)
+    await complete_stream(client, opened.id)
+    body = {"model": "m", "messages": messages, "max_tokens": 6, "prompt_stream_id": opened.id}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert '"streamed_tokens"' in answer.text and '"status": "hit"' in answer.text
 
 
 async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: Words) -> None:
@@ -249,19 +232,31 @@ async def test_only_the_end_is_computed_again_if_only_the_end_differs(
         ({"start": True, "text": "x"}, "start"),
         ({"start": 1}, "exactly one of text, input_ids"),
         ({"start": 1, "input_ids": [1]}, "append text"),
+        ({"call": ""}, "32 hexadecimal digits"),
+        ({"call": "x" * 32}, "32 hexadecimal digits"),
+        ({"call": "a" * 31}, "32 hexadecimal digits"),
+        ({"call": "a" * 100_000}, "32 hexadecimal digits"),
+        ({"call": 7}, "call"),
+        ({"call": "a" * 32, "text": "x"}, "exactly one"),
+        ({"call": "a" * 32, "end": True}, "leave end out"),
+        ({"call": "a" * 32, "start": 99}, "start is 99"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-async def test_a_place_that_is_not_in_the_text_is_refused(
+async def test_an_append_that_makes_no_sense_is_refused(
     http: httpx.AsyncClient, client: EngineClient, body: dict[str, Any], says: str
 ) -> None:
-    opened = await client.open_stream(text="abc")
-    answer = await http.post(f"/prompt_streams/{opened.id}/append", json={"seq": 0, **body})
-    assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
-    ids = await client.open_stream(input_ids=[5, 6])
-    with_ids = {"seq": 0, "start": 0, "input_ids": [5]}
-    answer = await http.post(f"/prompt_streams/{ids.id}/append", json=with_ids)
-    assert answer.status_code == 400 and "leave start out" in answer.text
-    answer = await http.post(f"/prompt_streams/{opened.id}/append", json={"seq": 0, "text": "d"})
-    assert answer.json()["next_seq"] == 1
-    for stream in (opened.id, ids.id):
-        await client.delete_stream(stream)
+    opened, ids = await client.open_stream(text="abc"), await client.open_stream(input_ids=[5, 6])
+    for stream, sent, said in (
+        (opened, body, says),
+        (ids, {"start": 0, "input_ids": [5]}, "leave start out"),
+        (ids, {"call": "a" * 32}, "append input_ids"),
+    ):
+        path = f"/prompt_streams/{stream.id}/append"
+        answer = await http.post(path, json={"seq": 0, **sent})
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+        assert len(answer.text) < 600
+    assert not (await in_flight(http))["awaited_calls"]
+    assert (await client.append(opened.id, 0, text="d")).next_seq == 1
+    for stream in (opened, ids):
+        await client.delete_stream(stream.id)

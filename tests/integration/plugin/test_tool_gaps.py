@@ -1,28 +1,27 @@
 """The prompts that come back with tools' results are held in the engine, whatever the client is."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
 import pytest
-from flashmoa_sglang.sglang.releases import installed
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.framework_scripts import run_frameworks
-from tests.integration.support import fetch_kv_state, start_special_engine, wait_until_idle
-
-Body = dict[str, Any]
-Words = Callable[[int, int], str]
-# Sends a prompt, with an answer's calls and their results if there is an answer; returns an answer
-# with the results of its calls.
-Turn = Callable[[httpx.AsyncClient, str, Body, list[Body]], Awaitable[list[Body]]]
+from tests.integration.support import (
+    Body,
+    Words,
+    fetch_kv_state,
+    start_special_engine,
+    wait_for_state,
+    wait_until_held,
+    wait_until_idle,
+)
 
 POOL = 4000
 # The pattern that a random model must write.
@@ -74,7 +73,10 @@ def prefilled(engine: LocalEngine) -> int:
 async def ask_chat(
     http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
 ) -> list[Body]:
-    """Ask with OpenAI's chat completions."""
+    """Send a prompt, and an answer with the results of its calls if there is one.
+
+    Return the answer to a prompt alone, with the results of its calls.
+    """
     messages: list[Body] = [{"role": "user", "content": prompt}, *answered]
     body = {
         "messages": messages,
@@ -99,67 +101,6 @@ async def ask_chat(
     ]
 
 
-async def ask_messages(
-    http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
-) -> list[Body]:
-    """Ask with Anthropic's messages."""
-    body = {
-        "messages": [{"role": "user", "content": prompt}, *answered],
-        "tools": [{**WEATHER, "input_schema": SCHEMA}],
-        "tool_choice": {"type": "auto" if answered else "any"},
-        "max_tokens": 8 if answered else 400,
-        "temperature": 1,
-        **more,
-    }
-    uses: list[Body] = []
-    # No field limits a random model to a single call, and its answer may never end.
-    for _ in range(1 if answered else 50):
-        events = await post(http, "/v1/messages", body)
-        uses = _uses(events)
-        if any(event.get("delta", event).get("stop_reason") == "tool_use" for event in events):
-            break
-    results = [
-        {"type": "tool_result", "tool_use_id": use["id"], "content": "It rains."} for use in uses
-    ]
-    return [{"role": "assistant", "content": uses}, {"role": "user", "content": results}]
-
-
-def _uses(events: list[Body]) -> list[Body]:
-    if len(events) == 1:
-        return [block for block in events[0]["content"] if block["type"] == "tool_use"]
-    uses: dict[int, Body] = {}
-    for event in events:
-        if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
-            uses[event["index"]] = {**event["content_block"], "input": ""}
-        elif event["type"] == "content_block_delta" and event["index"] in uses:
-            uses[event["index"]]["input"] += event["delta"]["partial_json"]
-    return [{**use, "input": json.loads(use["input"])} for use in uses.values()]
-
-
-async def ask_responses(
-    http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
-) -> list[Body]:
-    """Ask with OpenAI's responses."""
-    body = {
-        "input": [{"role": "user", "content": prompt}, *answered],
-        "tools": [{"type": "function", **WEATHER, "parameters": SCHEMA}],
-        "max_output_tokens": 8 if answered else 100,
-        **more,
-    }
-    events = await post(http, "/v1/responses", body)
-    response = events[-1].get("response", events[-1])
-    if answered:
-        return []
-    (call,) = [item for item in response["output"] if item["type"] == "function_call"]
-    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "It rains."}
-    return [call, output]
-
-
-ROUTES = {"chat": ask_chat, "messages": ask_messages, "responses": ask_responses}
-if installed().startswith("0.5.12"):
-    del ROUTES["responses"]  # It takes no functions there, without the plugin, too.
-
-
 # These come first: prompts that other tests leave held would want the same room.
 @pytest.mark.parametrize("tools", [True, False], ids=["no call", "no tools"])
 async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
@@ -175,10 +116,10 @@ async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
     (answer,) = await post(http, "/v1/chat/completions", body)
     assert answer["usage"]["prompt_stream"]["status"] == "hit"
     (other,) = await post(http, "/prompt_streams", {"text": words(POOL - 500, 10)})
-    with anyio.fail_after(30):
-        # A rest that is not worth a forward waits for more text.
-        while other["received_tokens"] - other["prefilled_tokens"] > 256:
-            other = (await http.get(f"/prompt_streams/{other['id']}")).json()
+    # A rest that is not worth a forward waits for more text.
+    await wait_for_state(
+        http, other["id"], lambda now: now["received_tokens"] - now["prefilled_tokens"] <= 256
+    )
     await http.delete(f"/prompt_streams/{other['id']}")
 
 
@@ -201,28 +142,6 @@ async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
     await ask_chat(http, words(500, 6), {}, [])
     await wait_until_held(client)
     assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 30 s.
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("ask", ROUTES.values(), ids=ROUTES)
-async def test_the_next_prompt_of_any_client_is_held_and_found(
-    engine: LocalEngine,
-    http: httpx.AsyncClient,
-    client: EngineClient,
-    words: Words,
-    ask: Turn,
-    stream: bool,
-) -> None:
-    """Other prompts fill the pool meanwhile, so that a prompt that is not held would be evicted."""
-    await client.flush_cache()
-    turn = await ask(http, prompt := words(500, 1), {"stream": stream}, [])
-    await wait_until_held(client)
-    for seed in range(3):
-        await client.prefill_only(text=words(POOL // 2, 10 + seed))
-    await ask(http, prompt, {"stream": stream}, turn)
-    results = len(turn[-1]["content"]) if ask is ask_messages else 1
-    assert prefilled(engine) <= 30 * results
-    assert (await wait_until_idle(client)).pinned_streams == 0
 
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -370,9 +289,3 @@ async def test_a_prewarmed_prompt_is_kept_for_its_time(
         await post(http, path, body)
         assert prefilled(engine) == 1
     assert (await wait_until_idle(client)).pinned_streams == 0
-
-
-async def wait_until_held(client: EngineClient) -> None:
-    with anyio.fail_after(30):
-        while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
-            await anyio.sleep(0.01)

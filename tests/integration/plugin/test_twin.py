@@ -3,8 +3,6 @@
 ``FLASHMOA_TWIN_AGENTS`` is how many agents each setting has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
@@ -20,11 +18,16 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
 from flashmoa.errors import EngineError
-from tests.integration.support import RIDING, STRICT, start_special_engine, wait_until_idle
+from tests.integration.support import (
+    RIDING,
+    STRICT,
+    Body,
+    Words,
+    start_special_engine,
+    wait_until_idle,
+)
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
-Words = Callable[[int, int], str]
-Body = dict[str, Any]
 AGENTS = int(os.environ.get("FLASHMOA_TWIN_AGENTS", "120"))
 AT_ONCE = 12
 NO_OVERLAP = "--disable-overlap-schedule"

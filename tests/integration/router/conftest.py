@@ -1,7 +1,5 @@
 """Serve a router in front of real engines on a separate port."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 

@@ -1,7 +1,5 @@
 """Make requests to engines and routers, and read the answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,7 +9,7 @@ import httpx
 
 from flashmoa._concurrency import all_of
 from flashmoa.router.forwarding import CHAT
-from tests.integration.support import GREEDY
+from tests.integration.support import GREEDY, Words, post_json
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
@@ -35,12 +33,6 @@ def generation(text: str, tokens: int = 4, **more: Any) -> dict[str, Any]:
     return {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": tokens}, **more}
 
 
-async def post_json(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = await client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 async def generated(client: httpx.AsyncClient, text: str, **more: Any) -> dict[str, Any]:
     return await post_json(client, "/generate", generation(text, **more))
 
@@ -49,10 +41,10 @@ async def flush(client: httpx.AsyncClient) -> None:
     assert (await client.post("/flush_cache?timeout=20")).status_code == 200
 
 
-async def wait_for_metric(client: httpx.AsyncClient, line: str) -> None:
-    """Wait until a metric is not 0."""
-    with anyio.fail_after(30):
-        while not await metric(client, line):  # noqa: ASYNC110 - it sends no event
+async def wait_for_metric(client: httpx.AsyncClient, line: str, above: float = 0) -> None:
+    """Wait until a metric is above a number."""
+    with anyio.fail_after(60):
+        while await metric(client, line) <= above:  # noqa: ASYNC110 - it sends no event
             await anyio.sleep(0.02)
 
 
@@ -70,7 +62,7 @@ def read(agent: str) -> dict[str, Any]:
 class PlannerAndReader:
     """Two chats. The second chat reads the answer of the first chat between two texts."""
 
-    def __init__(self, words: Callable[[int, int], str], seed: int) -> None:
+    def __init__(self, words: Words, seed: int) -> None:
         self._plan = words(200, seed)
         self._texts = [words(400, seed + 1), words(20, seed + 2)]
 

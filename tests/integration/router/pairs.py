@@ -1,7 +1,5 @@
 """Run PD pairs of tiny models with their shell routers, and count the KV that they transfer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """Serve applications on real sockets in the process of the tests, and send requests in turn."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +10,7 @@ from starlette.types import ASGIApp
 
 from flashmoa.cli.ports import bind
 from flashmoa.router.policy import PrefixAware, WaitingRequest
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -23,9 +22,7 @@ async def serve(app: ASGIApp) -> AsyncGenerator[str]:
         async with anyio.create_task_group() as group:
             group.start_soon(server.serve, [listening])
             try:
-                with anyio.fail_after(30):
-                    while not server.started:  # noqa: ASYNC110
-                        await anyio.sleep(0.01)
+                await until(lambda: server.started)
                 yield f"http://127.0.0.1:{listening.getsockname()[1]}"
             finally:
                 server.should_exit = True

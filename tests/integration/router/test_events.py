@@ -1,9 +1,6 @@
 """Test that engines' KV events fill a router's tables."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -12,19 +9,17 @@ import pytest
 
 from flashmoa.engine.local import LocalEngines, free_port, wait_for_costs
 from tests.integration.router.conftest import make_options, serve_router
-from tests.integration.router.http_calls import flush, generated, generation, metric
-from tests.integration.support import start_special_engine
+from tests.integration.router.http_calls import (
+    flush,
+    generated,
+    generation,
+    metric,
+    wait_for_metric,
+)
+from tests.integration.support import Words, start_special_engine
 
 pytestmark = pytest.mark.nightly
-Words = Callable[[int, int], str]
 BLOCKS = "flashmoa_router_engine_blocks{"
-
-
-async def wait_for_blocks(router: httpx.AsyncClient, blocks: int) -> None:
-    """Wait until the router's tables have this many blocks."""
-    with anyio.fail_after(30):
-        while await metric(router, BLOCKS) < blocks:  # noqa: ASYNC110 - it sends no event
-            await anyio.sleep(0.02)
 
 
 async def decode_beside_each_other(router: httpx.AsyncClient, document: str) -> None:
@@ -40,7 +35,7 @@ async def decode_beside_each_other(router: httpx.AsyncClient, document: str) -> 
 
     async with anyio.create_task_group() as group:
         group.start_soon(ask, "long", 4000)
-        await wait_for_blocks(router, 20)
+        await wait_for_metric(router, BLOCKS, above=19)
         await ask("short", 2)
         assert over == ["short"]
         group.cancel_scope.cancel()
@@ -65,14 +60,13 @@ async def test_kv_events_fill_and_empty_an_engines_table(
                     await flush(direct)
                     await generated(direct, document)
                     with anyio.move_on_after(1):
-                        await wait_for_blocks(router, 1)
+                        await wait_for_metric(router, BLOCKS)
                 await flush(direct)
                 # It also learns of a flush that it did not send itself.
                 while await metric(router, BLOCKS):
                     await generated(direct, "hi", tokens=1)
                 await generated(direct, document)
-                while await metric(router, BLOCKS) < 20:  # noqa: ASYNC110
-                    await anyio.sleep(0.02)
+                await wait_for_metric(router, BLOCKS, above=19)
             answer = await generated(router, document, tokens=1)
             assert answer["meta_info"]["cached_tokens"] >= 300
             await flush(direct)

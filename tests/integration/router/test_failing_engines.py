@@ -1,11 +1,9 @@
 """Test routers whose engines die, come back, or are restarted one after the other."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,16 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, generation, metric, wait_for_metric
 from tests.integration.router.serving import InTurn
-from tests.integration.support import GREEDY, STRICT, wait_for_streams, wait_until_idle
+from tests.integration.support import (
+    GREEDY,
+    STRICT,
+    Words,
+    chat_text,
+    wait_for_streams,
+    wait_until_idle,
+)
+from tests.waiting import until
 
-Words = Callable[[int, int], str]
 POOL = ["--max-total-tokens", "12000"]
 WORKERS, WORKFLOWS = 4, 12
 ASKED: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -129,31 +134,23 @@ async def restart(
             assert old.is_running()
             before = await metric(router, sent)
             assert [delta async for delta in deltas][-1].finish_reason == "length"
-    with anyio.fail_after(60):
-        while old.is_running():  # noqa: ASYNC110 - there is no event for it
-            await anyio.sleep(0.05)
+    await until(lambda: not old.is_running())
     # After the router knew of the drain, it sent the engine nothing: only running requests ended.
     ended = await metric(router, sent)
     assert ended <= before + 2 * WORKERS
     port = old.url.rpartition(":")[2]
     new = await start(engines, model, core, "--port", port, wait=False)
     await wait_for_metric(router, up)
-    with anyio.fail_after(30):
-        while await metric(router, sent) == ended:  # noqa: ASYNC110 - it sends no event
-            await anyio.sleep(0.02)
+    await wait_for_metric(router, sent, above=ended)
     return LocalEngine(new.pid, int(port), new.log)
 
 
 async def check_unlinked(client: EngineClient, load: Load) -> None:
     """Check that requests without links, one after the other, have the same answers."""
     for seed, answers in load.answers.items():
-        draft = await ask(client, load.write(seed), 80)
-        assert answers == {(draft, await ask(client, load.read(seed, draft), 12))}
-
-
-async def ask(client: EngineClient, messages: list[dict[str, str]], tokens: int) -> str:
-    async with client.chat(messages, max_tokens=tokens, **ASKED) as deltas:
-        return "".join([delta.text async for delta in deltas])
+        draft = await chat_text(client, load.write(seed), max_tokens=80, **ASKED)
+        review = await chat_text(client, load.read(seed, draft), max_tokens=12, **ASKED)
+        assert answers == {(draft, review)}
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """Test that clients of a router hear what their calls write on its engines."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,9 @@ from tests.integration.ears import Ear, in_flight, listening, text_of
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import chat, metric, read, wait_for_metric
 from tests.integration.router.serving import InTurn
+from tests.integration.support import Words
+from tests.waiting import until
 
-Words = Callable[[int, int], str]
 ENGINE, DOWNSTREAM = 0, 1
 
 
@@ -167,9 +166,7 @@ async def test_a_channel_outlives_an_engine(
             async with anyio.create_task_group() as group:
                 for call in calls:
                     group.start_soon(write, call)
-                with anyio.fail_after(30):
-                    while not all(ear.heard[call] for call in calls):  # noqa: ASYNC110
-                        await anyio.sleep(0.01)
+                await until(lambda: all(ear.heard[call] for call in calls))
                 await mortal.stop()
             lost, kept = sorted(calls, key=lambda call: -answers[call].status_code)
             assert [answers[call].status_code for call in (lost, kept)] == [502, 200]

@@ -1,9 +1,7 @@
 """Test the shell router over a real PD pair and the stock router."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +13,18 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.errors import PluginMissing
 from flashmoa.router.forwarding import CHAT
 from tests.integration.ears import listening, text_of
-from tests.integration.router.http_calls import PlannerAndReader, chat, post_json
+from tests.integration.router.http_calls import PlannerAndReader, chat
 from tests.integration.router.pairs import Pair, running_pairs
-from tests.integration.support import LAG, fetch_kv_state, wait_for_streams, wait_until_idle
+from tests.integration.support import (
+    LAG,
+    Words,
+    fetch_kv_state,
+    post_json,
+    wait_for_streams,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.slow
-Words = Callable[[int, int], str]
 
 
 def _missing(transport: str) -> str | None:

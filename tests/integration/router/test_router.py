@@ -1,9 +1,6 @@
 """Test the router in front of two real engines."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 
 import anyio
 import httpx
@@ -16,12 +13,9 @@ from tests.integration.router.http_calls import (
     generated,
     generation,
     metric,
-    post_json,
 )
 from tests.integration.router.serving import InTurn
-from tests.integration.support import wait_until_idle
-
-Words = Callable[[int, int], str]
+from tests.integration.support import Words, post_json, wait_until_idle
 
 
 async def test_router_passes_on_engines_answers(

@@ -1,7 +1,5 @@
 """Test a mixture over three PD pairs of tiny models, each with its shell router."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib.util import find_spec

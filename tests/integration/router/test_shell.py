@@ -1,8 +1,6 @@
 """Test requests that read each other's answers; one engine is both prefill engine and PD router."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import anyio
@@ -19,13 +17,10 @@ from tests.integration.router.http_calls import (
     PlannerAndReader,
     chat,
     generation,
-    post_json,
     read,
     streamed_text,
 )
-from tests.integration.support import wait_for_streams, wait_until_idle
-
-Words = Callable[[int, int], str]
+from tests.integration.support import Words, post_json, wait_for_streams, wait_until_idle
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Test our router and stock ones in front of the same engines."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import anyio
@@ -20,12 +18,11 @@ from flashmoa.router.forwarding import CHAT
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.ears import listening, text_of
 from tests.integration.router.conftest import make_options, serve_router
-from tests.integration.router.http_calls import chat, generated, metric, post_json
+from tests.integration.router.http_calls import chat, generated, metric
 from tests.integration.router.serving import serve
-from tests.integration.support import wait_until_idle
+from tests.integration.support import Words, post_json, wait_until_idle
 
 pytestmark = pytest.mark.slow
-Words = Callable[[int, int], str]
 CALL_HEADER = "X-Request-Id-FlashMoA"
 HINT_HEADERS = {f"{CALL_HEADER}-Stream": "a-stream", f"{CALL_HEADER}-Tokens": "17"}
 

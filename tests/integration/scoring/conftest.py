@@ -1,7 +1,5 @@
 """An engine's clients, and the reference for scores: the same model in transformers, in float32."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Test an agent that scores candidates in a linked team."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import AsyncGenerator, Sequence

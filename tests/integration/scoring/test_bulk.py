@@ -1,10 +1,7 @@
 """Score files: records and skipped lines are written, and a killed run is continued."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,8 @@ from anyio import to_thread
 
 from flashmoa.cli.score import main
 from flashmoa.engine.local import LocalEngine
+from tests.integration.support import Words
+from tests.waiting import until
 
 LINES, SCORED = 60, 56
 BAD = [21, 41, 51]
@@ -39,7 +38,7 @@ async def score(engine: LocalEngine, source: Path, out: Path, *more: str) -> int
 
 
 @pytest.fixture
-def lines(tmp_path: Path, words: Callable[[int, int], str]) -> Path:
+def lines(tmp_path: Path, words: Words) -> Path:
     texts: list[str] = []
     for number in range(LINES):
         context, line = words(20 + number % 7, number), {"id": f"n{number}"}
@@ -78,9 +77,7 @@ async def test_killed_and_resumed_run_writes_what_one_run_writes(
     command = [sys.executable, "-c", COMMAND, "score", str(lines), "--out", str(parts)]
     command += ["--engine", engine.url, "--concurrency", "1"]
     async with await anyio.open_process(command) as process:
-        with anyio.fail_after(60):
-            while not parts.exists() or parts.read_bytes().count(b"\n") < 25:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
+        await until(lambda: parts.exists() and parts.read_bytes().count(b"\n") >= 25)
         process.kill()
     # Make both files look as if the process was killed while it wrote a line.
     written = parts.read_bytes()

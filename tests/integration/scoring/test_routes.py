@@ -1,10 +1,7 @@
 """The plugin's scoring routes: exact scores in the forms that clients know, and refusals."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -14,15 +11,9 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.scoring.conftest import EXACT, Logprobs
-from tests.integration.support import wait_until_idle
+from tests.integration.support import Words, post_json, wait_until_idle
 
 DOCUMENTS = ["Pokhara lies at a lake.", "Tea is grown in Ilam.", "Lukla has an airport."]
-
-
-async def post(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def chat_ids(tokenizer: Any, text: str) -> list[int]:
@@ -52,8 +43,8 @@ async def test_score_answers_what_stock_sglang_answers(
         for prompt in prompts:
             for more in ({}, {"apply_softmax": True}, {"item_first": True}):
                 body = {**prompt, **more, "label_token_ids": [the, and_], "model": "m"}
-                ours = await post(http, "/v1/score", **body)
-                theirs = await post(stock, "/v1/score", **body)
+                ours = await post_json(http, "/v1/score", **body)
+                theirs = await post_json(stock, "/v1/score", **body)
                 assert ours["object"] == theirs["object"] and ours["model"] == "m"
                 assert len(ours["scores"]) == len(theirs["scores"])
                 for own, their in zip(ours["scores"], theirs["scores"], strict=True):
@@ -67,7 +58,7 @@ async def test_score_appends_items_to_the_last_message_of_the_user(
 ) -> None:
     messages = [{"role": "user", "content": "Is it"}]
     items = [" far?", " near?"]
-    found = await post(
+    found = await post_json(
         http, "/v1/score", messages=messages, items=items, candidates=["Y", "N"], apply_softmax=True
     )
     for item, scores in zip(items, found["scores"], strict=True):
@@ -79,7 +70,9 @@ async def test_score_appends_items_to_the_last_message_of_the_user(
 async def test_rerank_asks_the_documented_question(
     http: httpx.AsyncClient, tokenizer: Any, reference: Logprobs
 ) -> None:
-    found = await post(http, "/v2/rerank", model="m", query="Where is a lake?", documents=DOCUMENTS)
+    found = await post_json(
+        http, "/v2/rerank", model="m", query="Where is a lake?", documents=DOCUMENTS
+    )
     expected: list[float] = []
     for document in DOCUMENTS:
         text = (
@@ -92,7 +85,9 @@ async def test_rerank_asks_the_documented_question(
     assert [by_index[index] for index in range(3)] == pytest.approx(expected, abs=EXACT)
     ranked = [one["relevance_score"] for one in found["results"]]
     assert ranked == sorted(ranked, reverse=True)
-    other = await post(http, "/v1/rerank", query="Where?", documents=DOCUMENTS, instruct="Judge.")
+    other = await post_json(
+        http, "/v1/rerank", query="Where?", documents=DOCUMENTS, instruct="Judge."
+    )
     assert other["results"] != found["results"]
 
 
@@ -109,7 +104,7 @@ async def test_rerank_serves_the_clients_of_cohere_and_jina(http: httpx.AsyncCli
         ("/v2/rerank", cohere_v2), ("/v2/rerank", langchain), ("/v1/rerank", jina),
         ("/v1/rerank", cohere_v1), ("/rerank", vllm), ("/v1/rerank", voyage),
     ]:  # fmt: skip
-        found = await post(http, path, **body)
+        found = await post_json(http, path, **body)
         assert isinstance(found["id"], str)
         assert len(found["results"]) == (body.get("top_n") or body.get("top_k") or 3)
         for one in found["results"]:
@@ -121,9 +116,9 @@ async def test_rerank_serves_the_clients_of_cohere_and_jina(http: httpx.AsyncCli
 
 async def test_rerank_cuts_documents_at_max_tokens_per_doc(http: httpx.AsyncClient) -> None:
     long, short = "One two three four five six", "One two three"
-    whole = await post(http, "/v1/rerank", query="q", documents=[long])
-    cut = await post(http, "/v1/rerank", query="q", documents=[long], max_tokens_per_doc=3)
-    alone = await post(http, "/v1/rerank", query="q", documents=[short])
+    whole = await post_json(http, "/v1/rerank", query="q", documents=[long])
+    cut = await post_json(http, "/v1/rerank", query="q", documents=[long], max_tokens_per_doc=3)
+    alone = await post_json(http, "/v1/rerank", query="q", documents=[short])
     assert cut["usage"]["prompt_tokens"] < whole["usage"]["prompt_tokens"]
     score = cut["results"][0]["relevance_score"]
     assert score == pytest.approx(alone["results"][0]["relevance_score"], abs=EXACT)
@@ -134,7 +129,7 @@ async def test_classify_letters_the_labels(
 ) -> None:
     labels = ["praise", "complaint", "question"]
     texts = ["Cold tea.", "Where?"]
-    found = await post(http, "/v1/classify", input=texts, labels=labels, model="m")
+    found = await post_json(http, "/v1/classify", input=texts, labels=labels, model="m")
     assert [one["index"] for one in found["data"]] == [0, 1]
     text = (
         "Which of these labels fits the text best?\n\nA. praise\nB. complaint\nC. question\n\n"
@@ -161,7 +156,7 @@ LISTS: list[tuple[str, str, dict[str, Any]]] = [
 async def test_streamed_results_are_those_of_the_whole_answer(
     http: httpx.AsyncClient, path: str, list_name: str, body: dict[str, Any]
 ) -> None:
-    whole = await post(http, path, **body)
+    whole = await post_json(http, path, **body)
     events: list[str] = []
     async with http.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -183,7 +178,7 @@ async def test_streamed_results_are_those_of_the_whole_answer(
 
 @pytest.mark.slow
 async def test_list_is_not_computed_to_its_end_for_a_client_that_has_left(
-    http: httpx.AsyncClient, client: EngineClient, words: Callable[[int, int], str]
+    http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     async def in_flight() -> int:
         return (await http.get("/flashmoa/info")).json()["in_flight"]["requests"]
@@ -196,14 +191,14 @@ async def test_list_is_not_computed_to_its_end_for_a_client_that_has_left(
             await anyio.sleep(0.01)
         tasks.cancel_scope.cancel()
     await wait_until_idle(client)
-    last = await post(http, "/v1/rerank", query="lake", documents=documents[-1:])
+    last = await post_json(http, "/v1/rerank", query="lake", documents=documents[-1:])
     # Two prefills have this prompt, and a token or two more.
     usage = last["usage"]
     assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] > 200
 
 
 async def test_client_that_leaves_a_stream_leaves_nothing_behind(
-    http: httpx.AsyncClient, client: EngineClient, words: Callable[[int, int], str]
+    http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     documents = [words(2000, 800 + number) for number in range(8)]
     body = {"query": "lake", "documents": documents, "stream": True}

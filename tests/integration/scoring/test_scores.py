@@ -1,9 +1,6 @@
 """Scores on a real engine are exact, come from prefills alone, and share their prefixes."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -21,6 +18,7 @@ from flashmoa.scoring.scorer import YES_OR_NO
 from flashmoa.scoring.scores import probability_mass, softmax
 from tests.integration.scoring.conftest import CHAT, EXACT, Logprobs
 from tests.integration.support import (
+    Words,
     generate,
     wait_until_idle,
     wait_until_prefilled,
@@ -50,7 +48,7 @@ def assert_exact(found: Scores, expected: list[float], lengths: list[int] | None
 )
 async def test_probabilities_equal_hugging_face(
     scorer: Scorer,
-    words: Callable[[int, int], str],
+    words: Words,
     tokenizer: Any,
     reference: Logprobs,
     length: int,
@@ -103,7 +101,7 @@ async def test_choose_needs_one_prefill(
 
 
 async def test_candidates_of_several_tokens_share_the_context(
-    client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
+    client: EngineClient, scorer: Scorer, words: Words
 ) -> None:
     context, candidates = words(1200, 32), [words(4, 600 + number)[3:] for number in range(6)]
     await client.flush_cache()
@@ -114,7 +112,7 @@ async def test_candidates_of_several_tokens_share_the_context(
 
 
 async def test_scores_do_not_depend_on_a_decoding_request(
-    client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
+    client: EngineClient, scorer: Scorer, words: Words
 ) -> None:
     context = words(50, 34)
     alone = await scorer.score(context, [" the", " and"])
@@ -126,7 +124,7 @@ async def test_scores_do_not_depend_on_a_decoding_request(
 
 
 async def test_context_is_prefilled_while_it_is_written(
-    client: EngineClient, scorer: Scorer, words: Callable[[int, int], str]
+    client: EngineClient, scorer: Scorer, words: Words
 ) -> None:
     written, opened = words(400, 38), anyio.Event()
 
@@ -180,7 +178,7 @@ async def test_candidates_that_cannot_be_scored_are_refused_with_the_reason(
 
 
 async def test_engines_refusal_is_raised_unchanged(
-    scorer: Scorer, client: EngineClient, words: Callable[[int, int], str]
+    scorer: Scorer, client: EngineClient, words: Words
 ) -> None:
     with pytest.raises(PromptTooLarge, match=r"items\[0\]: The prompt has at least 13000 tokens"):
         await scorer.score(words(13000, 37), [" the", " a lake and"])
@@ -192,9 +190,7 @@ async def test_engines_refusal_is_raised_unchanged(
     await wait_until_idle(client)
 
 
-async def test_siblings_compute_their_prefix_once(
-    client: EngineClient, words: Callable[[int, int], str]
-) -> None:
+async def test_siblings_compute_their_prefix_once(client: EngineClient, words: Words) -> None:
     context, options = words(1500, 31), [words(8, 500 + number)[3:] for number in range(8)]
     alone = [await Scorer(client).select(context, [option]) for option in options]
     await client.flush_cache()
@@ -208,9 +204,7 @@ async def test_siblings_compute_their_prefix_once(
     await wait_until_idle(client)
 
 
-async def test_a_list_is_scored_in_one_request(
-    engine: LocalEngine, words: Callable[[int, int], str]
-) -> None:
+async def test_a_list_is_scored_in_one_request(engine: LocalEngine, words: Words) -> None:
     paths: list[str] = []
 
     async def record(request: httpx.Request) -> None:

@@ -1,7 +1,5 @@
 """Test the computed throughput of AsyncEP's rivals."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from functools import cache
 from typing import Any

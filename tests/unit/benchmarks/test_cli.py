@@ -1,7 +1,5 @@
 """Test ``flashmoa bench``: its list, its help, and its message without the package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Mixtures by tables of forward times agree with sums by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the bytes that ways to divide experts copy and keep, against figures of two models."""
 
-from __future__ import annotations
-
 import pytest
 from flashmoa_bench.modelled_gpu.expert_parallelism import (
     Division,

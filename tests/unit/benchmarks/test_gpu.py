@@ -1,7 +1,5 @@
 """Test what the checks on one GPU do without one: starts, comparisons, the kit's own kernels."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -173,7 +171,7 @@ async def test_starts_do_not_count_against_a_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def start(_engines: object, _wanted: object) -> None:
-        await anyio.sleep(0.3)
+        await anyio.sleep(0.8)
 
     async def use_and_find(run: Run) -> None:
         await run.use("stock")
@@ -181,7 +179,7 @@ async def test_starts_do_not_count_against_a_limit(
         await hang(run)
 
     monkeypatch.setattr(engines.GpuEngines, "use", start)
-    status, found = await play_stages(tmp_path, monkeypatch, (0.1, use_and_find))
+    status, found = await play_stages(tmp_path, monkeypatch, (0.5, use_and_find))
     assert status == 1
     assert found["0"] == "found" and "ended" in found["0 problem"]
 

@@ -1,12 +1,10 @@
 """Test what all benchmarks share: grids, reports, modelled GPUs, and their bounds."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -14,7 +12,7 @@ from flashmoa_bench.harness import clock, modelled_gpus, requests
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.report import Column, Report, make_table
+from flashmoa_bench.harness.report import Report
 from flashmoa_bench.harness.rounds import RoundPlayer, measured_cells
 from flashmoa_bench.link.pipelines import PipelineRound, play_cell
 from rich.console import Console
@@ -85,32 +83,6 @@ def test_a_run_resumes_only_with_the_same_options(tmp_path: Path) -> None:
         measured_cells(h200, Cell, ())
 
 
-@dataclass
-class Figures:
-    """Rows of different keys, and a value that is unknown."""
-
-    way: Annotated[str, Column("")]
-    hidden: int
-    seconds: Annotated[dict[str, float], Column("{} ms", "{:.0f}", 1000)]
-    ratio: Annotated[float | None, Column("change", "{:+.0%}", less=1)]
-
-    @property
-    def double(self) -> Annotated[str, Column("twice")]:
-        return 2 * self.way
-
-
-def test_a_tables_rows_declare_its_columns() -> None:
-    rows = [Figures("a", 1, {"one": 0.5}, None), Figures("b", 2, {"two": 2}, 0.75)]
-    table = make_table("title", rows)
-    assert [(column.header, list(column.cells)) for column in table.columns] == [
-        ("", ["a", "b"]),
-        ("one ms", ["500", ""]),
-        ("two ms", ["", "2000"]),
-        ("change", ["", "-25%"]),
-        ("twice", ["aa", "bb"]),
-    ]
-
-
 def test_linking_cannot_beat_decoding() -> None:
     two, three = make_call("two", 5.0, 6.0, 9.0), make_call("three", 9.0, 9.5, 10.0)
     # The first agent's prompt is prefilled from 1.0 to 2.0.
@@ -123,7 +95,7 @@ def test_linking_cannot_beat_decoding() -> None:
 class FakeFeed(Feed):
     """Takes a prompt's tokens until it is stopped."""
 
-    made: ClassVar[list[FakeFeed]] = []
+    made: ClassVar[list["FakeFeed"]] = []
 
     def __init__(self, _engine: object, prompt: Any, **_options: object) -> None:
         super().__init__(lambda _state: None)

@@ -1,7 +1,5 @@
 """Test the pure parts of the benchmarks of links: grids, bounds, summaries."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Sequence

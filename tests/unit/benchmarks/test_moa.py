@@ -1,7 +1,5 @@
 """Test what the benchmarks of mixtures read, compare and replay."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from typing import cast

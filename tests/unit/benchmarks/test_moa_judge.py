@@ -1,7 +1,5 @@
 """Test how ``flashmoa bench moa-judge`` reads questions and verdicts, and its figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

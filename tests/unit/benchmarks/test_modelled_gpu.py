@@ -1,7 +1,5 @@
 """Test the time that a modelled GPU takes, and how its clock passes it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict

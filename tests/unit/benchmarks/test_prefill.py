@@ -1,7 +1,5 @@
 """Test the mixes, batches and figures of the benchmarks of prefills, scores and routers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

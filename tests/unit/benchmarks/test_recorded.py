@@ -1,7 +1,5 @@
 """Test recorded answers, and the scripts of questions that are made from them."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

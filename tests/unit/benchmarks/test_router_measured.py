@@ -1,7 +1,5 @@
 """Test the pure parts of ``flashmoa bench router-measured``, and the mixes of requests."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from dataclasses import replace

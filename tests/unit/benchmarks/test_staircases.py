@@ -1,7 +1,5 @@
 """Test the figures of ``flashmoa bench staircases``."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the modelled time of the plugin's real offloader, and that missing waits are noticed."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

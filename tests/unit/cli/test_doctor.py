@@ -1,7 +1,5 @@
 """The doctor without an engine: packages, the machine, and URLs of other servers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

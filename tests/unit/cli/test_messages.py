@@ -1,7 +1,5 @@
 """Messages to a user who lacks a package, a file or an engine, or has a wrong URL."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The requests of ``flashmoa moa`` to engines without the plugin, and its findings."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``flashmoa score`` without an engine: files that it must not touch, and its help."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import AsyncMock
 

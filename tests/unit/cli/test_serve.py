@@ -1,7 +1,5 @@
 """Starts and ends of ``flashmoa serve``, with another program in SGLang's place."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

@@ -1,7 +1,5 @@
 """Test SGLang on a CPU: its paged allocator, and PD pairs that leave the cores to others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

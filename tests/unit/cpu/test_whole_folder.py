@@ -1,7 +1,5 @@
 """A folder is made completely or not at all, also if several processes make it at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Their syntax is checked by `make check`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

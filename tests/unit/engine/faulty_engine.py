@@ -1,7 +1,5 @@
 """Serve OpenAI's API so that answers fail in chosen ways, over real sockets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress

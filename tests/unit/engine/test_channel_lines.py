@@ -1,7 +1,5 @@
 """Test reading what an engine tells on a channel."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Test that engines' refusals become exceptions, and that all exceptions form one tree."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any

@@ -1,7 +1,5 @@
 """A client outlives event loops: each has connections of its own, and gives them back."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """The engines behind a front end of Dynamo: finding them, and placing prompt streams on them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ from flashmoa.link import prompt_feed
 from flashmoa.link.link import Link
 from flashmoa.link.prompt import Prompt, Slot
 from flashmoa.observe import Event, LinkClosed, LinkOpened, StreamFound
+from tests.unit.events import of_kind
 from tests.unit.link.hung_engine import HungEngine, hung_engine
 from tests.waiting import until
 
@@ -281,10 +280,6 @@ def texts_of(worker: HungEngine) -> str:
     return "".join(body.get("text") or "" for body in sent_to(worker))
 
 
-def of_kind(kind: type[Event], events: list[Event]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
-
-
 async def test_a_link_through_a_front_end_sends_all() -> None:
     """Its request names no stream, so the stream must have all of the prompt to be found by it."""
     events: list[Event] = []
@@ -304,12 +299,12 @@ async def test_a_link_through_a_front_end_sends_all() -> None:
         await run_cancelled(link.delete_stream)
         assert not link.is_unnamed
         assert worker.routes().count("delete") == 1
-        (found,) = of_kind(StreamFound, events)
+        (found,) = of_kind(events, StreamFound)
         assert (found.stream_id, found.figures) == (link.stream_id, None)
 
 
 async def test_another_worker_renders_in_a_slow_ones_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soon, "SOON_SECONDS", 0.2)
+    monkeypatch.setattr(soon, "SOON_SECONDS", 0.5)
     async with hung_engine() as one, hung_engine() as two, front_end_of(one, two) as client:
         slow, other = sorted((one, two), key=lambda worker: worker.url)
         slow.hangs.add("render")
@@ -330,7 +325,7 @@ async def test_a_stream_that_cannot_be_found_is_released() -> None:
             assert link.claim() is None
         assert worker.routes().count("delete") == 1
         assert not link.is_unnamed
-    (closed,) = of_kind(LinkClosed, events)
+    (closed,) = of_kind(events, LinkClosed)
     # The call's events name the stream, so that reports say why the call did not use it.
     assert (closed.reason, closed.stream_id) == ("unfinished", link.used_id)
 
@@ -365,9 +360,9 @@ async def test_a_failed_workers_stream_moves(fault: str, monkeypatch: pytest.Mon
         assert texts_of(second) == "knownsome textrest"
         assert "delete" in first.routes()
     # These engines answer each append as they answered the opening.
-    opened = list(dict.fromkeys(event.stream_id for event in of_kind(LinkOpened, events)))
+    opened = list(dict.fromkeys(event.stream_id for event in of_kind(events, LinkOpened)))
     assert [stream_id.split()[0] for stream_id in opened] == [first.url, second.url]
-    (closed,) = of_kind(LinkClosed, events)
+    (closed,) = of_kind(events, LinkClosed)
     assert (closed.stream_id, closed.reason) == (opened[-1], "used")
 
 

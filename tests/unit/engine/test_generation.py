@@ -1,7 +1,5 @@
 """Test reading streamed answers as an engine sends them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Test when a local engine counts as running, with other processes in its place."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

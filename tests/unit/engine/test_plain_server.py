@@ -1,7 +1,5 @@
 """Test how prompts are rendered and prefilled on servers of several kinds without the plugin."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import AsyncMock

@@ -1,7 +1,5 @@
 """Test the rule that decides when a prefill pays on a server without the plugin."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,14 +1,12 @@
 """Every field of a request that shapes its prompt reaches the engine that renders it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from flashmoa_sglang.http import bodies
 
-from flashmoa.engine import EngineClient, prompt_fields
+from flashmoa.engine import EngineClient, kv_namespace, prompt_fields
 from flashmoa.engine.wire import RenderedText
 from flashmoa.errors import EngineError, PluginMissing
 
@@ -66,3 +64,18 @@ async def test_a_plain_server_is_given_all_fields() -> None:
 def test_the_plugin_accepts_all_fields() -> None:
     body = {"messages": MESSAGES, **FIELDS}
     assert bodies.Prompt.model_validate(body).chat_fields() == body
+
+
+@pytest.mark.parametrize(
+    ("body", "namespace"),
+    [
+        ({"model": "m"}, {}),
+        ({"model": "base:a", "lora_path": "b"}, {"model": "base:a", "lora_path": "b"}),
+        ({"model": "m", "lora_path": "b", "cache_salt": ""}, {"lora_path": "b"}),
+        ({"cache_salt": "s", "extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}),
+    ],
+)
+def test_the_namespace_of_a_request_follows_from_its_fields(
+    body: dict[str, str], namespace: dict[str, str]
+) -> None:
+    assert kv_namespace(body) == namespace

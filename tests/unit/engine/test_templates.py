@@ -1,7 +1,5 @@
 """Test predicted prompts with chat templates of the main model families."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

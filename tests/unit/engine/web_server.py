@@ -1,7 +1,5 @@
 """Serve one answer to all requests, in threads of its own, so that it outlives event loops."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Test what the demo says of its runs, and how many it takes."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Test the toy framework of examples/own_framework.py on a fake engine."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any

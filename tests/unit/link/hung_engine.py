@@ -1,7 +1,5 @@
 """Serve the plugin's routes; some routes accept a request and never answer it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress

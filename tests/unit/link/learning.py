@@ -1,7 +1,5 @@
 """Play the runs of a program, as they are learned."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any

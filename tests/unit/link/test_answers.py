@@ -1,7 +1,5 @@
 """Test that answers are read from the bytes of responses, however these are cut."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Test that calls are heard on a channel of their engine."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator

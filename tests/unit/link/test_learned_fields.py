@@ -1,7 +1,5 @@
 """Test that fields which change from run to run cut predictions where prompts show them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from random import Random

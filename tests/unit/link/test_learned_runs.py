@@ -1,7 +1,5 @@
 """Test that the calls of a program are expected, and their messages."""
 
-from __future__ import annotations
-
 import operator
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Test that messages of an earlier run become messages of this run, in few steps."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

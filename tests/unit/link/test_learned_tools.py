@@ -1,7 +1,5 @@
 """Test that an agent's request after its tools is expected."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What links send, as texts grow and are taken back, and how long their streams live."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The options of links mean the same in AutoGen, in Agent Framework, in runs and in workflows."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path

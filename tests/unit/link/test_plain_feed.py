@@ -1,7 +1,5 @@
 """Test links to engines without the plugin: their prefills, reports and ends."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The link planner, with a minimal agent framework; without engines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -505,7 +503,7 @@ async def test_a_request_that_is_given_up_is_not_linked(planner: Pair, is_render
 async def test_a_request_is_not_expected_for_ever(
     planner: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa.link.after_tools.SLOWEST_TOOL_SECONDS", 0.05)
+    monkeypatch.setattr("flashmoa.link.after_tools.SLOWEST_TOOL_SECONDS", 0.5)
     call_tools(planner)
     await until(lambda: not planner.tools)
     await planner.planned(renders=1)
@@ -543,4 +541,4 @@ async def test_a_dry_run_may_ask_in_a_task_group(fails: bool) -> None:
     else:
         with pytest.raises(ExceptionGroup) as problem:
             await first_request(dry_run())
-        assert problem.group_contains(KeyError, depth=1) or problem.group_contains(KeyError)
+        assert problem.group_contains(KeyError)

@@ -1,7 +1,5 @@
 """Test prompts and their stable frontier."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 
 import pytest

@@ -1,7 +1,5 @@
 """Test that requests of the Responses API are read as messages, and written as they were."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

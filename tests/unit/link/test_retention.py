@@ -1,7 +1,5 @@
 """Test that a process which makes calls for ever keeps nothing of its calls."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Texts, as their writers use them; their marks in prompts; policies for their failures."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import io

@@ -1,7 +1,5 @@
 """Test what a workflow does with odd texts and answers, without an engine that links."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Compare texts without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 
 import anyio.lowlevel

@@ -1,7 +1,5 @@
 """Serve chat completions whose pieces are given, since no tiny model thinks."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any

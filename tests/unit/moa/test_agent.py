@@ -1,7 +1,5 @@
 """Thought, costs and repetitions of agents, with engines that follow scripts."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Clusters: when answers are copied, left out and cut, and what early exit's decisions cost."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any, cast

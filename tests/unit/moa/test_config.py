@@ -1,7 +1,5 @@
 """The file of ``flashmoa moa serve`` becomes systems with its settings; errors name the key."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,13 +1,10 @@
 """Councils: members rank the answers, a judge compares them, and a chairman reads everything."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,11 +95,6 @@ async def test_without_a_chairman_an_answer_is_the_result_and_no_review() -> Non
         result = await council(client, "a", "b", chairman="broken").answer(QUESTION)
     assert result.text == "It is 17." and result.substitution is not None
     assert result.substitution.agent == "1.1"
-
-
-def test_a_council_needs_members() -> None:
-    with pytest.raises(ValueError, match="at least two members; there are 1"):
-        Council([Model(EngineClient("http://e"))], Model(EngineClient("http://e")))
 
 
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(

@@ -1,7 +1,5 @@
 """Test the prompts and the quorums of debates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anyio

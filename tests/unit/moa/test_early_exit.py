@@ -1,7 +1,5 @@
 """Test Faster-MoA's Algorithm 1 against the formulas as printed."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

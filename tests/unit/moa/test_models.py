@@ -1,7 +1,5 @@
 """How much room readers' contexts have for answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashmoa import EngineClient

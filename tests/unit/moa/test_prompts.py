@@ -1,7 +1,5 @@
 """Aggregators' prompts, the shares of answers in them, and the chunks of answers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from itertools import islice, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """The requests of staircases, with engines that follow scripts."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers of agents: trees, all-to-all, clusters, and invalid topologies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Spans and metrics that are made from events."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Any

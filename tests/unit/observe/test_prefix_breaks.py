@@ -1,7 +1,5 @@
 """Where prompts stop sharing a prefix is found, and what that cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

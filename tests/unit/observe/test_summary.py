@@ -1,7 +1,5 @@
 """Test the figures of runs, how reports show them, and what reports hold."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

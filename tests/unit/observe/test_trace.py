@@ -1,7 +1,5 @@
 """Test how traces are written, read and shown: in the terminal, and as a page."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

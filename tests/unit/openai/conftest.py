@@ -1,7 +1,5 @@
 """Fixtures of the tests of the OpenAI adapter."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashmoa.link.learned_runs import Program

@@ -1,7 +1,5 @@
 """Answer the requests of this process in place of a server with the plugin."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Test runs of programs without an event loop, whose calls may come from several threads."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

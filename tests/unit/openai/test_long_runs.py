@@ -1,7 +1,5 @@
 """Test that calls without end, within one run or without one, keep nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

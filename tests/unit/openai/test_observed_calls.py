@@ -1,7 +1,5 @@
 """Watching an answer changes neither the answer nor the errors of its call."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Test that calls in a run are observed, and get the answers that they get outside of runs."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

@@ -1,7 +1,5 @@
 """Test what a program's runs leave in a folder for the next process."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import asdict, replace

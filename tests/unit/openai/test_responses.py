@@ -1,7 +1,5 @@
 """Test that calls of the Responses API are observed, and its answers read however they are cut."""
 
-from __future__ import annotations
-
 import json
 import logging
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Test how a run is begun, which program it belongs to, and when it writes a trace."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

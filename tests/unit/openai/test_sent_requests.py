@@ -1,7 +1,5 @@
 """Test that links ask servers as the client of a request does."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -1,9 +1,6 @@
 """Test that what a program sends and reads is the same within runs, byte for byte."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -220,10 +217,3 @@ def check_marks(
     wanted = list(calls) if ahead == "text" else []
     assert heard == [name for name in wanted if not name.startswith("several")]
     assert any(STREAM_HEADER in each for each in headers) == is_linked
-
-
-def test_these_answers_are_in_no_usual_form() -> None:
-    """A client that wrote an answer again would change it."""
-    for answer in (answer_chat({}), answer_response({})):
-        content = answer.read()
-        assert json.dumps(json.loads(content)).encode() != content

@@ -1,7 +1,5 @@
 """A team as users write it, with clients of engines that do not run."""
 
-from __future__ import annotations
-
 TEAM = """
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.conditions import TextMentionTermination

@@ -1,7 +1,5 @@
 """Test what ``flashmoa plan`` refuses before it starts engines."""
 
-from __future__ import annotations
-
 from urllib.request import proxy_bypass
 
 import pytest

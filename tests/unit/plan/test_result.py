@@ -1,7 +1,5 @@
 """Test what a plan answers, what links could save at most, and which engine an agent gets."""
 
-from __future__ import annotations
-
 import pytest
 from flashmoa_bench.harness.critical_path import critical_path
 from flashmoa_bench.plan.planning import answer_lengths, place

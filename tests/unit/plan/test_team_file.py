@@ -1,7 +1,5 @@
 """Test that users' teams are loaded, and refused if their answers decide their course."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures of the plugin's unit tests."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Generator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The installed SGLang with one name changed."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """``Costs``: what prefills, decode steps and both in one step take, from measured points."""
 
-from __future__ import annotations
-
 import pytest
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Make short prompts of small blocks and policies; run routers in front of fake engines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager

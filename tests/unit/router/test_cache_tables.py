@@ -1,7 +1,5 @@
 """Test blocks, tables, loads and costs against plain sets, lists and sums, and known models."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the router's queue, and what answers tell it of the prompts that it has placed."""
 
-from __future__ import annotations
-
 import anyio
 
 from flashmoa.router.cache_tables import EngineTraits, token_blocks

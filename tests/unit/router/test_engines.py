@@ -1,7 +1,5 @@
 """Test how the router watches engines, places prompts on them and learns from answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test connections to engines, which may break, and how answers are relayed and counted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

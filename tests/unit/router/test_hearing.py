@@ -1,7 +1,5 @@
 """Test how the lines of several engines become one channel."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, MutableMapping, Sequence

@@ -1,7 +1,5 @@
 """Test how KV events are found, followed and applied: pages, gaps and rejoins."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

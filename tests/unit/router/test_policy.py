@@ -1,7 +1,5 @@
 """Test where the policy sends requests."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the answers of routers in front of fake engines, and that routers keep no request."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncGenerator
@@ -90,7 +88,7 @@ async def test_requests_leave_a_vanished_engine(monkeypatch: pytest.MonkeyPatch)
         raise EngineLost("no connection in time", reached=False)
 
     monkeypatch.setattr(Connections, "_send", drop)
-    monkeypatch.setitem(Connections.ask.__kwdefaults__, "seconds", 0.1)
+    monkeypatch.setitem(Connections.ask.__kwdefaults__, "seconds", 0.5)
     policy = InTurn()
     async with routing(*engines, policy=policy) as client, anyio.create_task_group() as group:
         gone.append(next(iter(policy.engines)))

@@ -1,7 +1,5 @@
 """Test from how much work on an engine is full, with figures of Qwen3-235B-A22B and 30B-A3B."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

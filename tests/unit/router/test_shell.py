@@ -1,7 +1,5 @@
 """Test the shell router without engines: requests, the cache, prompts and answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast

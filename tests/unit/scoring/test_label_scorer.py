@@ -1,7 +1,5 @@
 """Scores by the probabilities of single tokens, from a server that has vLLM's or SGLang's route."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

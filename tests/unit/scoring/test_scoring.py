@@ -1,7 +1,5 @@
 """The parts of scoring that need no engine: probabilities, questions, lines, ordered workers."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Start a client of Agent Framework on each of two engines."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 import pytest

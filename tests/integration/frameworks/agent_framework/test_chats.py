@@ -1,7 +1,5 @@
 """Test chats on real engines: linked answers equal unlinked ones, and calls find their streams."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

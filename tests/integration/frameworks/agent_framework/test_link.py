@@ -1,21 +1,12 @@
 """Test ``link(workflow)`` on real engines: same answers, and B's prompt computed while A writes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from agent_framework import Agent, Workflow
 from agent_framework.orchestrations import SequentialBuilder
 
 from flashmoa.agent_framework import link
-from flashmoa.observe import (
-    Event,
-    LinkWaits,
-    PromptSent,
-)
+from flashmoa.observe import Event, LinkWaits
 from flashmoa.observe.calls import calls
-from flashmoa.observe.trace import read
 from tests.integration.frameworks.agent_framework.workflows import (
     TASK,
     Pair,
@@ -90,22 +81,6 @@ async def test_links_wait_for_an_agent_with_a_tool(
     assert statuses(events)["third"] == "hit"
     waiting = {event.agent for event in events if isinstance(event, LinkWaits)}
     assert waiting == {"second", "third"} if calls_it else statuses(events)["second"] == "hit"
-
-
-async def test_a_run_is_traced_with_prompts_if_they_are_asked_for(
-    clients: Pair, guide: str, tmp_path: Path
-) -> None:
-    file, events = tmp_path / "run.jsonl", list[Event]()
-    workflow = chain(clients, guide)
-    for prompts in (False, True):
-        events.clear()
-        linked = link(workflow, trace=file, trace_prompts=prompts, listener=events.append)
-        await workflow.run(TASK)
-        await linked.close()
-        traced = [each for each in events if prompts or not isinstance(each, PromptSent)]
-        assert read(file) == traced and len(calls(events)) == 3
-    sent = [call.prompt.messages[0] for call in calls(read(file)) if call.prompt is not None]
-    assert len(sent) == 3 and all(guide[:100] in message["content"] for message in sent)
 
 
 async def test_a_serialized_client_has_only_its_settings(clients: Pair) -> None:

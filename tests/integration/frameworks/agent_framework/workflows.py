@@ -1,7 +1,5 @@
 """Make workflows of Agent Framework on two engines, run them, and read how they were linked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agent_framework import Agent, AgentResponseUpdate, Workflow

@@ -1,9 +1,6 @@
 """Run teams unlinked, warmed or linked on real engines; tell how each call found its stream."""
 
-from __future__ import annotations
-
 import re
-from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -145,35 +142,15 @@ async def run_both_ways(build: BuildTeam, clients: Sequence[Client], task: str, 
     return linked
 
 
-# By the kind of team or test: calls that could be linked, by their outcomes; see ``conftest.py``.
-counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-OUTCOMES = ("hit", "late", "wrong", "unlinked")
-
-
-def count_outcomes(kind: str, calls: Iterable[FinishedCall]) -> None:
-    for call in calls:
-        outcome = "unlinked" if call.status is None else call.status
-        counts[kind][outcome if outcome in OUTCOMES else "wrong"] += 1
-
-
-def check_predicted(kind: str, calls: Sequence[FinishedCall]) -> None:
-    """Count calls and check that all but late ones hit.
+def check_predicted(calls: Sequence[FinishedCall]) -> None:
+    """Check that all calls but late ones hit.
 
     At least half must: links that always come late are useless.
     """
-    count_outcomes(kind, calls)
     assert {call.status for call in calls} <= {"hit", "late"}
     assert 2 * sum(call.status == "hit" for call in calls) >= len(calls)
 
 
-def check_never_mispredicted(kind: str, calls: Sequence[FinishedCall]) -> None:
-    count_outcomes(kind, calls)
+def check_never_mispredicted(calls: Sequence[FinishedCall]) -> None:
     statuses = {call.status for call in calls}
     assert "hit" in statuses and statuses <= {None, "hit", "late"}
-
-
-def as_rows() -> list[dict[str, object]]:
-    return [
-        {"kind": kind, **{each: total[each] for each in OUTCOMES}}
-        for kind, total in sorted(counts.items())
-    ]

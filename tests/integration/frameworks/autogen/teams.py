@@ -1,7 +1,5 @@
 """Teams that tests run: every stock kind, and one with an agent of a user-defined class."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Test the AutoGen client on a real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

@@ -1,14 +1,11 @@
 """Test ``link(team)`` on real engines: same answers, and B's prompt computed while A writes."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
 
-from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened
 from tests.integration.frameworks.autogen.runs import (
@@ -56,17 +53,6 @@ async def test_a_summary_on_another_engine_is_prefilled_while_the_others_write(
         "summary": ("planner", "local", "language"),
     }
     assert {event.reason for event in linked.events_of(LinkClosed)} == {"used"}
-
-
-async def test_a_link_tells_what_it_has_gained(model_client: Client, guide: str) -> None:
-    members = [agent(model_client, name, system_message=guide[:3000]) for name in ("one", "two")]
-    team = RoundRobinGroupChat(members, max_turns=2)
-    linked = link(team)
-    assert str(linked) == "No call has finished."
-    await team.run(task="Go.")
-    await linked.close()
-    assert [call.agent for call in linked.report.calls] == ["one", "two"]
-    assert linked.report.summary.linked == 1 and "1 of 2 calls linked" in str(linked)
 
 
 async def test_prompts_on_a_plain_server_are_prefilled_with_one_warning(

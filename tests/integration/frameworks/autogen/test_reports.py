@@ -1,15 +1,12 @@
 """Test what a team's report says of calls that were not linked, on real engines."""
 
-from __future__ import annotations
-
 import pytest
-from autogen_agentchat.teams import BaseGroupChat, MagenticOneGroupChat, RoundRobinGroupChat
+from autogen_agentchat.teams import BaseGroupChat, MagenticOneGroupChat
 
 from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngine
-from flashmoa.engine.plain import StepCosts
-from tests.integration.frameworks.autogen.runs import Client, connected, make
-from tests.integration.frameworks.autogen.teams import agent, agents, orchestrate, swarm
+from tests.integration.frameworks.autogen.runs import Client, connected
+from tests.integration.frameworks.autogen.teams import agents, orchestrate, swarm
 from tests.integration.scripted import script
 
 
@@ -48,17 +45,3 @@ async def test_an_orchestrators_text_that_is_not_streamed_is_no_failure_and_said
         shown, _ = await reported(team, guide[:600])
     assert shown.count("the text of (manager) is not streamed to it: it decides who speaks") == 1
     assert "What failed" not in shown
-
-
-async def test_calls_of_a_plain_server_that_were_prefilled_count_as_linked(
-    engine: LocalEngine, plain_engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StepCosts, "least_tokens", 64)
-    clients = make(engine, max_tokens=200), make(plain_engine, max_tokens=12)
-    writer = agent(clients[0], "writer")
-    reader = agent(clients[1], "reader", system_message=guide[:6000])
-    shown, _ = await reported(RoundRobinGroupChat([writer, reader], max_turns=2), "Go.")
-    for client in clients:
-        await client.close()
-    assert "1 used" in shown and "plain: prefilled without the plugin" in shown
-    assert "1 of 2 calls linked, 1 of these without figures of what that gained" in shown

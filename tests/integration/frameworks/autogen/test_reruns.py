@@ -1,7 +1,5 @@
 """Test teams that run again, are reset, or stop: no link outlives the run that it was made for."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools
@@ -52,7 +50,7 @@ async def test_links_of_an_inner_team_that_was_stopped_are_not_used_by_its_next_
     model_client: Client, guide: str, inner: str
 ) -> None:
     run = await run_both_ways(partial(stopped, model_client, inner), [model_client], guide[:600])
-    check_never_mispredicted(f"stopped {inner}", run.calls)
+    check_never_mispredicted(run.calls)
     assert not run.events_of(LinkDeclined)
 
 
@@ -70,7 +68,7 @@ async def test_links_of_a_run_that_was_stopped_are_not_used_by_the_next_one(
         if resets:
             await team.reset()
     await linked.close()
-    check_never_mispredicted("stopped, and run again at once", finished_calls(events))
+    check_never_mispredicted(finished_calls(events))
 
 
 @pytest.mark.parametrize("between", ["nothing", "a reset", "another task"])
@@ -141,7 +139,7 @@ async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
     assert run.events_of(LinkDeclined, "four")
     assert [call.status for call in run.calls if call.agent == "four"][1] == "hit"
     assert len(run.events_of(CallFinished, "four")) == 2
-    check_never_mispredicted("declined at first", run.calls)
+    check_never_mispredicted(run.calls)
 
 
 # OpenAI's client leaves its connections to loops that have ended to Python, which warns of them.

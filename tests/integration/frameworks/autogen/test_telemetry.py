@@ -1,7 +1,5 @@
 """What real runs report to users' tools: OpenTelemetry and AutoGen's own events."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Agents whose tools run: their own next request is prefilled meanwhile, and answered the same."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial
@@ -16,72 +14,33 @@ from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult
 
 from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import Event, LinkClosed, LinkOpened
+from flashmoa.observe import LinkOpened
 from tests.integration.frameworks.autogen.runs import (
     Client,
     FinishedCall,
     connected,
-    count_outcomes,
     events_of,
     make,
     run_once,
     run_team,
 )
 from tests.integration.frameworks.autogen.teams import agent
-from tests.integration.scripted import call_until, script
-from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
-from tests.waiting import until
+from tests.integration.scripted import LinkWatch, call_until, script
+from tests.integration.support import LAG, Words, fetch_kv_state, generate, slow, wait_until_idle
 
 # Most tokens left to compute for a request, if only a short result in it was not known before.
 FEW = LAG + 64
 LOOK = ("look", {"place": "lake"})
 
 
-class Watch:
-    """Lets the tools of a linked team wait for events of the team's links.
-
-    The tools of an unlinked team do not wait.
-    """
+class Watch(LinkWatch):
+    """Makes the agents and teams whose tools wait."""
 
     def __init__(self, client: Client, *, is_linked: bool = True) -> None:
-        self.events: list[Event] = []
+        super().__init__(client.engine, is_linked=is_linked)
         # The calls of the same team, unlinked.
         self.unlinked: list[FinishedCall] = []
         self.client = client
-        self.is_linked = is_linked
-
-    @property
-    def own_links(self) -> list[LinkOpened]:
-        """The links to the requests that agents send after their tools."""
-        opened = events_of(self.events, LinkOpened)
-        return [event for event in opened if event.upstream and event.upstream[0].endswith(")")]
-
-    def reasons(self, links: list[LinkOpened]) -> list[str]:
-        """Return why these links were closed."""
-        ids = [opened.stream_id for opened in links]
-        closed = events_of(self.events, LinkClosed)
-        return [event.reason for event in closed if event.stream_id in ids]
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        await until(lambda: not self.is_linked or is_so())
-
-    async def prefilled(self, tokens: int = 0, links: int = 1) -> int:
-        """Wait until the latest link to an own request has KV for nearly all that is certain.
-
-        Args:
-            tokens: least number of certain tokens to wait for.
-            links: number of links to own requests to wait for.
-
-        Return the number of tokens that are certain.
-        """
-        await self.until(lambda: len(self.own_links) >= links)
-        with anyio.fail_after(20):
-            while self.is_linked:
-                state = await self.client.engine.stream_state(self.own_links[-1].stream_id)
-                if tokens <= state.received_tokens <= state.prefilled_tokens + LAG:
-                    return state.received_tokens
-                await anyio.sleep(0.002)
-        return 0
 
     async def look(self, place: str) -> str:
         """Look at a place."""
@@ -135,7 +94,6 @@ async def test_a_request_after_a_tool_was_prefilled_while_the_tool_ran(
     )
     assert [call.agent for call in calls] == ["one", "one", "two"]
     assert [call.status for call in calls[1:]] == ["hit", "hit"]
-    count_outcomes("own turns", calls[1:2])
     assert calls[1].late_tokens < FEW
     (opened,) = watch.own_links
     assert (opened.agent, opened.upstream) == ("one", ("look()",))
@@ -146,7 +104,7 @@ async def test_what_is_held_stays_in_a_pool_that_others_fill(
     model_client: Client,
     guide: str,
     monkeypatch: pytest.MonkeyPatch,
-    words: Callable[[int, int], str],
+    words: Words,
 ) -> None:
     script(monkeypatch, call_until(1, LOOK))
 
@@ -172,7 +130,7 @@ async def test_what_is_cached_is_held_while_others_decode(
     model_client: Client,
     guide: str,
     monkeypatch: pytest.MonkeyPatch,
-    words: Callable[[int, int], str],
+    words: Words,
 ) -> None:
     """Streams do not stop decodes for a forward of their own."""
     script(monkeypatch, call_until(1, LOOK))
@@ -253,26 +211,6 @@ async def test_each_of_several_iterations_is_prefilled(
     calls, watch = await run_both_ways(model_client, build)
     assert [call.status for call in calls] == [None, "hit", "hit"]
     assert watch.reasons(watch.own_links) == ["used", "used"]
-
-
-async def test_nothing_is_held_if_the_agent_will_not_ask_again(
-    model_client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(monkeypatch, call_until(9, LOOK))
-
-    def build(watch: Watch) -> BaseGroupChat:
-        async def look(place: str) -> str:
-            """Look at a place."""
-            # The link to the reader opens first. A link to the caller's request would open now.
-            await watch.until(lambda: bool(events_of(watch.events, LinkOpened)))
-            await anyio.sleep(0.05)
-            return f"A fine {place}."
-
-        return watch.read(tools=[look])
-
-    calls, watch = await run_both_ways(model_client, build)
-    assert [call.status for call in calls] == [None, "hit"]
-    assert not watch.own_links
 
 
 @pytest.mark.parametrize("way", ["streams", "iterates"])

@@ -1,7 +1,5 @@
 """A runner of chats."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.frameworks.agent_framework.forecasts import ChatRunner

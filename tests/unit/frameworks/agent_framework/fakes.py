@@ -1,7 +1,5 @@
 """A client of Agent Framework with a fake engine, which keeps the streamed part of each prompt."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Run chats against a fake engine, and compare each request with the request that was forecast."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping

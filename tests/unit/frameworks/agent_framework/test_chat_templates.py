@@ -3,8 +3,6 @@
 An agent reads the texts of other agents as messages of the *assistant*.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flashmoa.errors import MalformedRequest

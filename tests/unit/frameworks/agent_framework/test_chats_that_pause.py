@@ -1,7 +1,5 @@
 """Test chats with checkpoints, approvals and workflows of their own: linking loses nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

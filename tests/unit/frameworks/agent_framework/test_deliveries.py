@@ -1,7 +1,5 @@
 """Which executor receives whose messages; no engine."""
 
-from __future__ import annotations
-
 import pytest
 from agent_framework import (
     Executor,

@@ -1,11 +1,9 @@
 """Test the links of group chats, whose speakers a function or a manager chooses; no engine."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -40,7 +38,7 @@ from flashmoa.agent_framework import FlashMoAChatClient, link
 from flashmoa.link import planner
 from flashmoa.link.reasons import OTHER_COURSE
 from flashmoa.observe.events import FIRST, LATE
-from tests.unit.frameworks.agent_framework.fakes import agent, call_tool, chain
+from tests.unit.frameworks.agent_framework.fakes import agent, call_tool
 from tests.unit.frameworks.agent_framework.forecasts import ChatRunner, prose
 
 NAMES = ["a", "b", "c"]
@@ -292,14 +290,6 @@ async def test_a_condition_of_the_users_makes_the_managers_turn_uncertain(
     workflow = by_manager(client, termination_condition=lambda _: False)
     chat = await chats.run(workflow, kv_share=0.0)
     assert chat.statuses == [None] * 5
-
-
-@pytest.mark.parametrize("make", [by_function, chain])
-def test_the_share_of_the_pool_is_checked(
-    chats: ChatRunner, make: Callable[[FlashMoAChatClient], Workflow]
-) -> None:
-    with pytest.raises(ValueError, match="kv_share is 2"):
-        link(make(chats.client()), kv_share=2)
 
 
 async def test_likelier_speakers_are_linked_first(chats: ChatRunner) -> None:

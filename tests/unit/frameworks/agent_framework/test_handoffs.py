@@ -1,7 +1,5 @@
 """Test the links of chats whose agents hand off to each other; no engine."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

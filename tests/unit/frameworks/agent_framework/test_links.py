@@ -1,7 +1,5 @@
 """Test which clients a link observes, and which arguments it refuses; no engine."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping

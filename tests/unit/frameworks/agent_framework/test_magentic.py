@@ -1,7 +1,5 @@
 """Test the links of Magentic chats, whose manager plans, chooses and instructs; no engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Test workflows in workflows, which dry runs do not run, and loops; no engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

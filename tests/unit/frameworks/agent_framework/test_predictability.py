@@ -1,7 +1,5 @@
 """Test what makes prompts unpredictable: such agents run unlinked, with a reason; no engine."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 

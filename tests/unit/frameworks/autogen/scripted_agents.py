@@ -1,7 +1,5 @@
 """Agents with tools whose model is a script, and whose prompts a template renders."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence

@@ -1,7 +1,5 @@
 """Clients and teams of AutoGen whose engine is none or a fake."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from autogen_agentchat.agents import AssistantAgent

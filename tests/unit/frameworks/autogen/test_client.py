@@ -1,7 +1,5 @@
 """What a client asks its engine and sends it, and which linked teams observe its calls."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import threading

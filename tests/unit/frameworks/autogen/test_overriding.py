@@ -1,7 +1,5 @@
 """Linking runs no user-defined code unless the user includes it, and so changes no answer."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

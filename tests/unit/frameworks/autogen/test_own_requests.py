@@ -1,7 +1,5 @@
 """What an agent asks when its tools have run is predicted as AutoGen asks it; without engines."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an agent's tools ask a model is not what the agent asks; without engines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any

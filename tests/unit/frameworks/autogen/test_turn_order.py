@@ -1,7 +1,5 @@
 """Who may speak next, read from managers without a runtime."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +50,7 @@ def graph_manager(edges: Edges, size: int, conditions: Edges = frozenset()) -> A
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[Edges, int]:
+    """Draw the edges of a connected graph without cycles that begins with agent 0, and its size."""
     size = draw(st.integers(2, 7))
     edges = {(draw(st.integers(0, end - 1)), end) for end in range(1, size)}
     pairs = [(start, end) for end in range(size) for start in range(end)]

@@ -1,7 +1,5 @@
 """Serve a system of a file's tables, and ask it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any

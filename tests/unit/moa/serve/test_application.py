@@ -1,7 +1,5 @@
 """Answers and errors that clients get, with engines that follow scripts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import MutableMapping
 from typing import Any

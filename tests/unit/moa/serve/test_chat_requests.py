@@ -1,7 +1,5 @@
 """The bodies of chat completions: fields are used, passed on or refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

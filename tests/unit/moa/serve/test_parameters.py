@@ -1,7 +1,5 @@
 """Which parameters of a request reach which agents of each kind, and which are refused."""
 
-from __future__ import annotations
-
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 

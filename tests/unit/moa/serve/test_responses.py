@@ -1,7 +1,5 @@
 """The Responses API, as OpenAI's client reads it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Test that a long-lived server keeps nothing of old questions."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

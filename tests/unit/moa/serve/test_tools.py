@@ -1,7 +1,5 @@
 """Tools go to the agent that answers; all others read calls and results as text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A table of prompt streams on a fake engine."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any
 

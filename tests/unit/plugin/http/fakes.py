@@ -1,7 +1,5 @@
 """The engine as prompt streams in the HTTP process see it, for tests without SGLang."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -94,3 +92,8 @@ def generation(ids: Any, **fields: Any) -> Any:
     names = "text session_params image_data video_data audio_data cache_salt extra_key lora_path"
     none = dict.fromkeys([*names.split(), "sampling_params"])
     return SimpleNamespace(**{**none, "input_ids": ids, **fields})
+
+
+def decode(ids: Sequence[int], **_: Any) -> str:
+    """Decode bytes; a text has no space at its beginning, as sentencepiece has none."""
+    return bytes([*ids]).decode(errors="replace").removeprefix(" ")

@@ -1,7 +1,5 @@
 """How costs are measured when an engine starts, or read from a file; without engines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

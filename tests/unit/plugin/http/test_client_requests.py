@@ -1,7 +1,5 @@
 """Clients' requests and the plugin's routes, with a fake engine."""
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -23,6 +21,7 @@ from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams
 from flashmoa_sglang.http.stream import PromptStream, Terms
 from flashmoa_sglang.http.streams import StreamTable
+from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
@@ -346,6 +345,16 @@ class Tokens(array):  # type: ignore[type-arg]
     def __getitem__(self, place: Any) -> Any:
         assert not isinstance(place, slice)
         return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_mark_leaves_a_clients_own_params(is_list: bool) -> None:
+    own = {"max_new_tokens": 1, "custom_params": {"mine": [1, "two"]}}
+    asked, mark = generation([5], sampling_params=[own] if is_list else own), RequestMark("a")
+    client_requests.put_mark(asked, mark)
+    params = asked.sampling_params[0] if is_list else asked.sampling_params
+    assert params == own | {"custom_params": {"mine": [1, "two"], **mark.to_custom_params()}}
+    assert own["custom_params"] == {"mine": [1, "two"]}
 
 
 def test_one_token_tells_that_a_stream_is_no_prompt() -> None:

@@ -1,7 +1,5 @@
 """What the plugin says of bodies that do not fit; without engines."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import pytest

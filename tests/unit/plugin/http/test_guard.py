@@ -1,7 +1,5 @@
 """What would end a scheduler is refused behind SGLang's tokenisation; without SGLang."""
 
-from __future__ import annotations
-
 import re
 from array import array
 from collections.abc import AsyncGenerator
@@ -77,6 +75,7 @@ NO_TOKENS = array("q")
         ({"input_ids": NO_TOKENS, "media": True, "processor": 1, "mm_inputs": 1}, "is empty"),
         ({"input_ids": NO_TOKENS, "session_params": session()}, "prompt is empty"),
         ({"input_ids": [VOCABULARY]}, f"but has {VOCABULARY};"),
+        *(({"input_ids": [1, one, 2]}, f"but has {one};") for one in (-1, 2**63, -(2**70))),
         ({"logprob_start_len": -5}, "logprob_start_len must be an integer from -1 to"),
         ({"logprob_start_len": [1]}, "logprob_start_len of one request must not be a list"),
         ({"top_logprobs_num": VOCABULARY + 1}, f"top_logprobs_num must be .* to {VOCABULARY}, not"),
@@ -202,15 +201,7 @@ def test_any_value_passes_or_is_refused_with_a_sentence(name: str, value: Any) -
     try:
         look(sampling={name: value}) if name in SAMPLING else look(**{name: value})
     except ValueError as error:
-        assert 10 < len(str(error)) < 200
-
-
-@pytest.mark.parametrize("wrong", [-1, 10, 2**63, -(2**70)])
-def test_a_token_outside_of_the_vocabulary_is_named(wrong: int) -> None:
-    guard.check_ids([9, 0], 10)
-    guard.check_ids([], 10)
-    with pytest.raises(ValueError, match=f"but has {wrong};"):
-        guard.check_ids([1, wrong, 2], 10)
+        assert name in str(error) and len(str(error)) < 200
 
 
 @pytest.mark.parametrize(

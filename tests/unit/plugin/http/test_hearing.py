@@ -1,7 +1,5 @@
 """The parts that let clients hear answers, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from array import array
@@ -18,12 +16,9 @@ from flashmoa_sglang.scheduler.written import WrittenAnswers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.plugin.http.fakes import decode
+
 Line = dict[str, Any]
-
-
-def decode(ids: Sequence[int]) -> str:
-    """Decode bytes; a text has no space at its beginning, as sentencepiece has none."""
-    return bytes([*ids]).decode(errors="replace").removeprefix(" ")
 
 
 def as_bytes(ids: Sequence[int]) -> bytes:

@@ -1,7 +1,5 @@
 """Test that a chat which asks for its usage so far gets an event for each token."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +10,9 @@ from flashmoa_sglang.http import running_usage
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.plugin.http.fakes import decode
+
 Output = dict[str, Any]
-
-
-def decode(ids: Sequence[int], **_: Any) -> str:
-    """Decode bytes; a text has no space at its beginning, as sentencepiece has none."""
-    return bytes([*ids]).decode(errors="replace").removeprefix(" ")
 
 
 def written(ids: bytes, is_first_kept: bool) -> str:

@@ -1,7 +1,5 @@
 """The prefills of lists that are scored, and their answers, with a fake engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

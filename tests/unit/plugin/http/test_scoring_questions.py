@@ -1,7 +1,5 @@
 """The prompts and candidates of lists that are scored, without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The route that compares texts bounds its memory, and says why it compares nothing."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace

@@ -1,11 +1,9 @@
 """Prompt streams in the HTTP process: their table, handover, paces and ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +27,7 @@ from starlette.requests import Request
 
 from tests.unit.plugin.http.fakes import FakeEngine, open_stream
 from tests.unit.plugin.http.tokens.families import canonical
+from tests.waiting import until
 
 
 def encode(text: str) -> list[int]:
@@ -41,13 +40,6 @@ def text_stream(table: StreamTable) -> PromptStream:
     stream = PromptStream(60.0, buffer)
     table.open(stream)
     return stream
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
-    with anyio.fail_after(5):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await anyio.sleep(0.005)
 
 
 def levels(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,7 +1,5 @@
 """Prompts that are pinned while tools run: which answers leave one, and how answers are read."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

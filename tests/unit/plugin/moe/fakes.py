@@ -1,7 +1,5 @@
 """A layer with experts, and a fake GPU, whose streams run in any order that CUDA allows."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections import deque
@@ -49,7 +47,7 @@ class FakeStream:
         self._queue.append(step)
         self.enqueued += 1
 
-    def wait_event(self, event: FakeEvent) -> None:
+    def wait_event(self, event: "FakeEvent") -> None:
         # As in CUDA, only records before this call count.
         self.enqueue(event.reached)
 

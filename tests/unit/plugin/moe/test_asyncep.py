@@ -1,7 +1,5 @@
 """Experts in host memory: their packing, the rotation of slots, and that layers get their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The calls to CUDA, on a fake driver whose memory is the host's. No GPU has run them yet."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

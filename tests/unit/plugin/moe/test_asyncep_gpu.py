@@ -1,7 +1,5 @@
 """The order of copies on fake GPUs, whose streams run in any order that CUDA allows."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterable, Sequence

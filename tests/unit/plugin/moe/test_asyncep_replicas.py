@@ -1,7 +1,5 @@
 """Experts divided among replicas: their shares, how replicas find each other and refuse others."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket

@@ -1,7 +1,5 @@
 """``--flashmoa-kv-cache off``: the arguments, schedulers, pools and requests that it refuses."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How many tokens hide transfers, and how long prefills wait for that number."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

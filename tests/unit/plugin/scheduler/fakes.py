@@ -1,7 +1,5 @@
 """The part of an SGLang scheduler that decides about its queue, for tests without SGLang."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

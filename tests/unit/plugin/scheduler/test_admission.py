@@ -1,7 +1,5 @@
 """Which requests join a batch: their order, and room in the KV pool, where streams give way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a step prefills, with a fake scheduler. ``test_rides`` has mixed steps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

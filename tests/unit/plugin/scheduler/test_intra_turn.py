@@ -1,7 +1,5 @@
 """The intra-turn cache does the same as a naive oracle with sets of prefixes."""
 
-from __future__ import annotations
-
 from array import array
 from types import SimpleNamespace
 

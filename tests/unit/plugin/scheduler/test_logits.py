@@ -1,7 +1,5 @@
 """The sampler can always sample a token, whatever bans tokens."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a step prefills, by its view alone, and which streams get the tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 

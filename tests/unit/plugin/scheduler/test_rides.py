@@ -1,7 +1,5 @@
 """Mixed steps: the tokens of streams and prompts that ride along with decodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a scheduler does with messages, how results are sent, and how long forwards took."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``SchedulerStreams`` on two ranks, with messages and steps in any order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any

@@ -1,7 +1,5 @@
 """``SchedulerStreams``: the increments that a scheduler makes of prompt streams."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts are compared as Faster-MoA's Algorithm 1 says, whatever forwards compute their states."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

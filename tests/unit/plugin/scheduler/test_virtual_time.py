@@ -1,7 +1,5 @@
 """What workflows and their neighbours gain and lose, in virtual time on four modelled GPUs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Generator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whatever the plugin uses inside SGLang is looked for before an engine starts."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test the plugin's server arguments."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Test which class serves which SGLang release, and how the releases differ."""
 
-from __future__ import annotations
-
 import asyncio
 import tomllib
 from collections.abc import AsyncIterator
@@ -15,6 +13,7 @@ from flashmoa_sglang.sglang.releases import TESTED, Release, Release0512, Releas
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
+from tests.unit.plugin.sglang.test_options import graphs
 
 
 def test_the_newest_older_class_serves_a_release() -> None:
@@ -58,12 +57,6 @@ def test_hybrid_pools_are_counted() -> None:
     release = Release0512()
     assert release.evictable_tokens(HybridTree()) == 7
     assert release.protected_tokens(HybridTree()) == 5
-
-
-def graphs(decode: str, prefill: str) -> dict[str, Any]:
-    config = {"decode": decode, "prefill": prefill}
-    backends = {phase: SimpleNamespace(backend=backend) for phase, backend in config.items()}
-    return {"cuda_graph_config": SimpleNamespace(**backends)}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Tokenizers that split text as the tokenizers of families of models do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import pairwise

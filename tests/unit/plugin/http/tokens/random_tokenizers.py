@@ -1,7 +1,5 @@
 """Hypothesis strategies for tokenizers of all parts that models use."""
 
-from __future__ import annotations
-
 import inspect
 import unicodedata
 from collections.abc import Iterable, Mapping

@@ -1,14 +1,11 @@
 """Long texts: they are tokenised once, no further than is certain, and beside other requests."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import pytest
 from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.bodies import PromptReader
@@ -21,6 +18,7 @@ from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tokens.token_buffer import LONG_TEXT, TokenBuffer
 
 from tests.unit.plugin.http.tokens.families import SCRIPTS, canonical
+from tests.waiting import until
 
 ROOM = 20_000
 CHARACTERS_PER_TOKEN = 64
@@ -58,9 +56,7 @@ class Counter:
         self.came.clear()
         self.goes_on.clear()
         task = asyncio.create_task(work)
-        with anyio.fail_after(30):
-            while not self.came.is_set():  # noqa: ASYNC110 - it is another thread's event
-                await anyio.sleep(0.001)
+        await until(self.came.is_set)
         return task
 
 

@@ -1,7 +1,5 @@
 """The engines find matches where the plugin says that matches can be."""
 
-from __future__ import annotations
-
 import sys
 import unicodedata
 

@@ -1,7 +1,5 @@
 """Where text is certainly split follows from all parts of a tokenizer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """A text that is appended in pieces has the canonical tokens: the tokens of the whole text."""
 
-from __future__ import annotations
-
 import logging
 import random
 import unicodedata

@@ -1,7 +1,5 @@
 """Streams have canonical tokens with tokenizers that are put together at random."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

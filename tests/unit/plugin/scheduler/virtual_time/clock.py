@@ -1,7 +1,5 @@
 """``Clock``: runs processes in virtual time, always in the same order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from heapq import heappop, heappush
 from itertools import count

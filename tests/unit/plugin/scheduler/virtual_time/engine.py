@@ -1,7 +1,5 @@
 """``Engine``: SGLang's overlap loop on a modelled GPU, with the plugin's scheduler or without."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Clients of an engine in virtual time, and the figures that they measure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise

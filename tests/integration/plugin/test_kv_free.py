@@ -60,7 +60,7 @@ async def test_logits_are_the_same_and_no_kv_is_kept(
     assert kv.kv_bytes is not None and reference_kv.kv_bytes is not None
     assert kv.kv_bytes * LAYERS == reference_kv.kv_bytes
     assert kv.peak_bytes is not None and kv.peak_bytes > 0
-    assert info.capabilities == ["render", "scoring"]
+    assert info.capabilities == ["render", "calls", "scoring"]
 
 
 async def check_that_requests_for_kv_are_refused(client: EngineClient) -> None:

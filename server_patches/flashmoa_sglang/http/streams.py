@@ -84,8 +84,8 @@ class StreamTable:
 
     Attributes:
         calls: the calls that streams can follow; ``None`` if this engine hears none.
-        streamed: number of tokens of the text streams that have ended, and of those tokens that
-            were known before the end.
+        streamed: the tokens of ended text streams: ``total``, and ``ahead``, those known before
+            the end.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -112,9 +112,9 @@ class Append(_Piece):
     ``call`` is the id of a call whose text the stream gets.
     """
 
-    seq: StrictInt = Field(ge=0)
+    seq: StrictInt = Field(ge=0, le=LARGEST_NUMBER)
     call: StrictStr | None = None
-    start: StrictInt | None = Field(default=None, ge=0)
+    start: StrictInt | None = Field(default=None, ge=0, le=LARGEST_NUMBER)
     end: bool = False
 
 

@@ -42,6 +42,7 @@ class SchedulerState:
 
     Attributes:
         role: the engine's role in a PD pair, "prefill" or "decode"; otherwise "null".
+        ranks: number of schedulers that share the requests.
         no_rides, late_kv: see ``KvReport``.
         shared: lets requests wait for tokens that others in the current batch compute; ``None`` if
             nothing is shared.
@@ -68,6 +69,9 @@ class SchedulerState:
         self.token_states = TokenStates()
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)
         self.role: str = scheduler.server_args.disaggregation_mode
+        # SGLang may choose their number itself.
+        arguments = RELEASE.resolve_arguments(scheduler.server_args)
+        self.ranks = RELEASE.data_parallel_ranks(arguments)
         self.no_rides = RELEASE.why_no_rides(scheduler)
         self.late_kv = RELEASE.why_late(scheduler) if can_pin(scheduler) else ""
         self.costs = UNMEASURED

@@ -49,7 +49,7 @@ def read(scheduler: Any, running: Any) -> StepView:
     return StepView(
         decodes=decodes,
         elsewhere=elsewhere,
-        ranks=_ranks(scheduler) if together else 1,
+        ranks=state.ranks if together else 1,
         prompts=prompts,
         queued=bool(scheduler.waiting_queue),
         mixes=can_mix and fits,
@@ -64,10 +64,6 @@ def read(scheduler: Any, running: Any) -> StepView:
         page=scheduler.page_size,
         chunk=scheduler.chunked_prefill_size,
     )
-
-
-def _ranks(scheduler: Any) -> int:
-    return RELEASE.data_parallel_ranks(RELEASE.resolve_arguments(scheduler.server_args))
 
 
 def _decoding_elsewhere(scheduler: Any) -> int:

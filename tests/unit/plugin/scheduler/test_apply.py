@@ -151,11 +151,11 @@ def test_idle_ranks_prefill_streams_alone(known: tuple[int, ...]) -> None:
 
 
 def test_ranks_together_leave_half_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = engine(a=1024)
-    rank.require_mlp_sync, rank.last_batch = True, of_decodes(0, 2)
     # SGLang may choose the number of ranks itself.
     resolved = SimpleNamespace(dp_size=1, attn_dp_size=2)
     monkeypatch.setattr(RELEASE, "resolve_arguments", lambda _: resolved)
+    rank = engine(a=1024)
+    rank.require_mlp_sync, rank.last_batch = True, of_decodes(0, 2)
     # With one rank it would be the twelfth step.
     assert [bool(step(rank).queues) for _ in range(23)] == [False] * 22 + [True]
 

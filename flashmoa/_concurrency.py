@@ -1,15 +1,16 @@
 """Run tasks that outlive the call that starts them (:class:`TaskHost`), frequently requested work
-at most once at a time (:class:`SingleFlight`), and several calls at once (:func:`all_of`).
+at most once at a time (:class:`SingleFlight`), several calls at once (:func:`all_of`), and
+coroutines that never suspend (:func:`finish`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -189,6 +190,16 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     if len(results) < len(calls):
         raise RuntimeError("something that one of several calls awaited was cancelled elsewhere")
     return [results[index] for index in range(len(calls))]
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, and return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} has to wait for an event loop")
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -7,7 +7,7 @@ text of a whole answer comes by the engine's channel (:class:`~flashmoa.link.hea
 
 The same coroutines observe both kinds of HTTP clients. With a synchronous client
 (:class:`BlockingIO`) they never suspend: the calling thread does all input and output, and
-:func:`finish` runs the coroutine without an event loop.
+:func:`~flashmoa._concurrency.finish` runs the coroutine without an event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeVar, cast
@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import httpx
 from pydantic_core import from_json
 
+from flashmoa._concurrency import finish
 from flashmoa.engine.connections import keep_by_loop
 from flashmoa.engine.generation import is_event_stream
 from flashmoa.engine.refusals import make_refusal
@@ -204,16 +205,6 @@ def _contained(on_text: OnText) -> OnText:
 def http_module(request: Request) -> Any:
     """Return the module of a request or response: httpx or httpx2."""
     return sys.modules[type(request).__module__.partition(".")[0]]
-
-
-def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine that never suspends, and return its result."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    coroutine.close()
-    raise RuntimeError(f"{coroutine!r} has to wait for an event loop")
 
 
 class ObservedIO:

@@ -27,6 +27,7 @@ from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGro
 from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 from autogen_core import AgentId
 
+from flashmoa._concurrency import finish
 from flashmoa._stack import owners
 from flashmoa.frameworks.autogen.calls import ToolAnswer, is_call_of
 from flashmoa.frameworks.autogen.dry_run import (
@@ -42,7 +43,6 @@ from flashmoa.frameworks.autogen.dry_run import (
 from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.expected import Turn, Writers
 from flashmoa.link.prompt import NotForecastable, Placeholders
-from flashmoa.openai.http import finish
 
 # The name of the manager's own calls (Selector, MagenticOne); no participant can have this name.
 MANAGER = "(manager)"

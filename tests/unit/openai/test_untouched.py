@@ -11,9 +11,9 @@ import anyio
 import httpx
 import pytest
 
+from flashmoa._concurrency import finish
 from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER, STREAM_HEADER, TOKENS_HEADER
 from flashmoa.openai import AsyncOpenAI, OpenAI, agent, run
-from flashmoa.openai.http import finish
 from flashmoa.openai.runs import RunContext
 from tests.unit.openai.fake_server import TEXT, URL, WORDS, FakeServer, in_pieces
 

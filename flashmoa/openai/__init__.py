@@ -82,12 +82,16 @@ class Instrumentation(Generic[Client]):
         self._found = _find_clients(client)
         # The HTTP clients that no earlier instrumentation observes.
         self._own: set[object] = set()
+        # The earlier settings of HTTP clients that get others.
+        self._earlier: dict[Any, EngineSettings | None] = {}
         for found in self._found:
+            http = found._client
             linked_clients[found] = None
-            if observe_completions(found._client, current_finder):
-                self._own.add(found._client)
+            if observe_completions(http, current_finder):
+                self._own.add(http)
             if engine_settings is not None:
-                settings_by_http[found._client] = engine_settings
+                self._earlier.setdefault(http, settings_by_http.get(http))
+                settings_by_http[http] = engine_settings
 
     def __repr__(self) -> str:
         first = self._found[0]
@@ -108,8 +112,13 @@ class Instrumentation(Generic[Client]):
         for found in self._found:
             if found._client in self._own:
                 linked_clients.pop(found, None)
-                settings_by_http.pop(found._client, None)
                 stop_observing(found._client, current_finder)
+        for http, earlier in self._earlier.items():
+            if earlier is None:
+                settings_by_http.pop(http, None)
+            else:
+                settings_by_http[http] = earlier
+        self._earlier.clear()
 
 
 def instrument(

@@ -29,7 +29,6 @@ from types import FrameType
 from typing import Any, TypeVar, Unpack, cast
 
 import anyio
-from anyio import to_thread
 from anyio.from_thread import BlockingPortal
 
 from flashmoa._concurrency import all_of, running_loop, setting
@@ -38,6 +37,7 @@ from flashmoa.link import remembered_runs
 from flashmoa.link.calls import CallObserver, CallResult
 from flashmoa.link.learned_links import LearnedLinkPlanner, SentInPlace
 from flashmoa.link.learned_runs import MAX_PROGRAMS, Program, RecordedRequest
+from flashmoa.link.link import kind_of
 from flashmoa.link.options import LinkOptions, LinkSettings
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.link.prompt_feed import level_once
@@ -249,7 +249,7 @@ async def _run(name: str, folder: Path | None, settings: LinkSettings) -> AsyncG
     if folder is not None:
         remembered_runs.prepare(folder)
         if not program.recorded:
-            await to_thread.run_sync(remembered_runs.load, folder, name, program)
+            await anyio.to_thread.run_sync(remembered_runs.load, folder, name, program)
     listener = settings.listen()
     try:
         this = Run(program, settings, Report(listener))
@@ -261,7 +261,7 @@ async def _run(name: str, folder: Path | None, settings: LinkSettings) -> AsyncG
         else:
             await this.close(learn=True)
             if folder is not None:
-                await to_thread.run_sync(remembered_runs.save, folder, name, program)
+                await anyio.to_thread.run_sync(remembered_runs.save, folder, name, program)
     finally:
         end_trace(listener)
 
@@ -472,7 +472,7 @@ class _CallOfThread(CallObserver):
 
 
 def _log_unlinked(problem: Exception) -> None:
-    level = level_once("", repr(problem), logging.ERROR)
+    level = level_once("", kind_of(problem), logging.ERROR)
     logger.log(level, "A call runs unlinked because of the error below", exc_info=problem)
 
 

@@ -185,6 +185,7 @@ async def test_links_use_a_server_as_its_client_says(server: FakeServer) -> None
         await play_linked("settings", client, client.with_options(timeout=9))
         (opened,) = server.bodies("/prompt_streams")
         assert opened["ttl_seconds"] == 7.0
-        instrument(client, EngineSettings(stream_ttl_seconds=8.0))
-        assert settings_for(URL) == EngineSettings(stream_ttl_seconds=8.0)
+        with instrument(client, EngineSettings(stream_ttl_seconds=8.0)):
+            assert settings_for(URL) == EngineSettings(stream_ttl_seconds=8.0)
+        assert settings_for(URL) == settings
     assert settings_for(URL) is None

@@ -172,10 +172,11 @@ async def test_several_streams_and_a_channel_follow_a_call_from_its_beginning(
         events = await ear.until_end(call)
         assert text_of(events) == heard
     # A call is followed by the first stream alone, then by a late stream and a late channel.
-    call, answers = new_call(), list[str]()
+    call, answers, answered = new_call(), list[str](), anyio.Event()
 
     async def run() -> None:
         answers.append(await ask(http, CHATS, {**LONG, "max_tokens": 400}, call))
+        answered.set()
 
     async with following(http, call) as first, anyio.create_task_group() as group:
         begun = (await first.state())["received_tokens"]
@@ -185,7 +186,9 @@ async def test_several_streams_and_a_channel_follow_a_call_from_its_beginning(
         ear.listens = anyio.Event()
         async with following(http, call) as late, anyio.create_task_group() as listeners:
             listeners.start_soon(ear.listen, http)
-            assert text_of(await ear.until_end(call)) == content_of(answers[0])
+            events = await ear.until_end(call)
+            await answered.wait()
+            assert text_of(events) == content_of(answers[0])
             listeners.cancel_scope.cancel()
             whole = await client.open_stream(text=BEFORE + content_of(answers[0]))
             for stream in (first, late):

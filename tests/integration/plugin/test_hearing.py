@@ -226,14 +226,15 @@ async def test_a_call_is_heard_that_began_before_its_channel(http: httpx.AsyncCl
     async def ask_it() -> None:
         answers.append(await ask(http, "/v1/chat/completions", body, call))
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(ask_it)
-        with anyio.fail_after(20):
-            while not (await in_flight(http))["requests"]:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
-        group.start_soon(ear.listen, http)
-        await ear.until_end(call)
-        group.cancel_scope.cancel()
+    async with anyio.create_task_group() as listeners:
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask_it)
+            with anyio.fail_after(20):
+                while not (await in_flight(http))["requests"]:  # noqa: ASYNC110
+                    await anyio.sleep(0.005)
+            listeners.start_soon(ear.listen, http)
+            await ear.until_end(call)
+        listeners.cancel_scope.cancel()
     events = ear.heard[call]
     assert len(events) > 3
     assert text_of(events) == json.loads(answers[0])["choices"][0]["message"]["content"]

@@ -120,18 +120,19 @@ async def test_a_channel_that_is_opened_again_hears_the_calls_in_flight(
         answers.append(await answer(in_turn, chat(words(20, 130), max_tokens=600), call))
 
     with anyio.fail_after(60):
-        async with anyio.create_task_group() as group:
-            group.start_soon(write)
-            while not any([(await in_flight(http))["requests"] for http in direct]):  # noqa: ASYNC110
-                await anyio.sleep(0.005)
-            # The call began before there was a channel, and is told from its beginning.
-            group.start_soon(listen)
-            while not older.heard[call]:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
-            group.start_soon(newer.listen, in_turn)
-            await ended.wait()
-            await newer.until_end(call)
-            group.cancel_scope.cancel()
+        async with anyio.create_task_group() as listeners:
+            async with anyio.create_task_group() as group:
+                group.start_soon(write)
+                while not any([(await in_flight(http))["requests"] for http in direct]):  # noqa: ASYNC110
+                    await anyio.sleep(0.005)
+                # The call began before there was a channel, and is told from its beginning.
+                listeners.start_soon(listen)
+                while not older.heard[call]:  # noqa: ASYNC110
+                    await anyio.sleep(0.005)
+                listeners.start_soon(newer.listen, in_turn)
+                await ended.wait()
+                await newer.until_end(call)
+            listeners.cancel_scope.cancel()
     first, then = older.heard[call], [event for event in newer.heard[call] if "content" in event]
     assert answers[0].startswith(text_of(first))
     # Text that was on its way meanwhile is lost.

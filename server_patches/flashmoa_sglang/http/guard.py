@@ -53,7 +53,7 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     "repetition_penalty": (Real, 0, 2),
 }
 _OPTIONAL = {"max_new_tokens", "beam_width", "stream_interval", "sampling_seed"}
-_FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+_FLAGS = ("ignore_eos", "spaces_between_special_tokens", "no_stop_trim")
 # The only fields of a message for one request that may be lists or objects.
 _LISTS = {
     "input_ids", "input_text", "input_embeds", "mm_inputs", "image_inputs", "token_type_ids",
@@ -128,6 +128,8 @@ def _check_sampling(params: Any, vocabulary: int) -> None:
         _check_type(name, getattr(params, name, None), str, "a string")
     for name in _FLAGS:
         _check_type(name, getattr(params, name, None), int, "true or false")
+    # Fast tokenizers refuse 0 and 1, which ends the detokenizer.
+    _check_type("skip_special_tokens", params.skip_special_tokens, bool, "true or false")
     bias = getattr(params, "logit_bias", None)
     _check_type("logit_bias", bias, dict, "an object")
     for value in (bias or {}).values():

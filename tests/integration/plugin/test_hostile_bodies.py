@@ -280,6 +280,7 @@ BANS_ALL = {"logit_bias": {str(token): -1e308 for token in range(4096)}, "top_k"
         generation(n=[]),
         generation(stop_regex="("),
         generation(temperature=1e308),
+        generation(skip_special_tokens=0),
         generation({"expected_output_tokens": 10**300}),
         generation({"expected_output_tokens": "3"}),
     ],

@@ -107,7 +107,7 @@ NO_TOKENS = array("q")
         ({"sampling": {"temperature": 1e308}}, "temperature must be a number from 0 to 1e"),
         ({"sampling": {"top_p": "1"}}, "top_p must be a number from 0 to 1"),
         ({"sampling": {"json_schema": {}}}, "json_schema must be a string"),
-        ({"sampling": {"skip_special_tokens": [1]}}, "skip_special_tokens must be true or false"),
+        ({"sampling": {"skip_special_tokens": 0}}, "skip_special_tokens must be true or false"),
         ({"sampling": {"logit_bias": {"1": None}}}, "logit_bias must be a number"),
         ({"sampling": {"logit_bias": {"1": float("nan")}}}, "logit_bias must be a number"),
         ({"sampling": {"logit_bias": [1]}}, "logit_bias must be an object"),

@@ -109,7 +109,7 @@ test-vllm: $(READY) .venvs/vllm/.ready
 
 $(RELEASE_TESTS): test-%: .venvs/%/.ready $(RELEASE_SOURCES) $(DEFAULT_SOURCE)
 	@echo "SGLang $*"
-	@$(<D)/bin/python -m pytest tests/integration/plugin tests/unit/plugin
+	@$(<D)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/integration/plugin tests/unit/plugin
 
 # The source of another SGLang release, to look for what the plugin uses there.
 .cache/sglang/%/.ready: $(READY)

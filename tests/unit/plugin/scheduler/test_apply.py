@@ -152,7 +152,7 @@ def test_idle_ranks_prefill_streams_alone(known: tuple[int, ...]) -> None:
 
 def test_ranks_together_leave_half_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # SGLang may choose the number of ranks itself.
-    resolved = SimpleNamespace(dp_size=1, attn_dp_size=2)
+    resolved = SimpleNamespace(dp_size=2, attn_dp_size=1)
     monkeypatch.setattr(RELEASE, "resolve_arguments", lambda _: resolved)
     rank = engine(a=1024)
     rank.require_mlp_sync, rank.last_batch = True, of_decodes(0, 2)

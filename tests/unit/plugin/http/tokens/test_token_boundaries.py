@@ -314,6 +314,8 @@ def test_an_added_token_that_normalising_empties_is_refused() -> None:
 
 def test_a_tokenizer_that_chooses_at_random_has_no_boundaries() -> None:
     tokenizer = families.unigram()
+    if not hasattr(tokenizer.backend_tokenizer.model, "alpha"):
+        pytest.skip("this release of tokenizers chooses no tokens at random")
     tokenizer.backend_tokenizer.model.alpha = 0.5
     assert not read_tokenizer(tokenizer, tokenizer.encode)
 

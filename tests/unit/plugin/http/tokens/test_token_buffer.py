@@ -324,6 +324,7 @@ def test_an_answer_to_continue_is_tokenised_alone(make: Any, examples: int) -> N
 
     @settings(max_examples=examples)
     @example(prompt="", answer="", more="Kathmandu.")
+    @example(prompt="", answer="7" * 40, more="12" + "7" * 40)
     @given(prompt=texts, answer=texts, more=texts)
     def check(prompt: str, answer: str, more: str) -> None:
         # SGLang and the plugin join two encodings that are only a beginning-of-text token.
@@ -334,7 +335,9 @@ def test_an_answer_to_continue_is_tokenised_alone(make: Any, examples: int) -> N
         for piece in (first, more):
             buffer.append(piece)
         whole = joined_as_sglang_does(tokenizer, prompt, answer + more)
-        assert list(buffer.tokens) == whole[: len(buffer.tokens)]
+        # Tokens after the last boundary are only likely.
+        certain = list(buffer.tokens[: buffer.certain_tokens])
+        assert certain == whole[: len(certain)]
         assert buffer.all_tokens() == whole
         assert buffer.whole_text == prompt + answer + more
         assert buffer.encode_piece(prompt, False, first=True) == canonical.encode(prompt)

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # SGLang makes a request for each answer to a prompt before it checks any.
 _MAX_ANSWERS = 16_384
 _INT32, _INT64 = numpy.iinfo(numpy.int32), numpy.iinfo(numpy.int64)
+_LARGEST_FLOAT32 = float(numpy.finfo(numpy.float32).max)
 # SGLang's own code raises these for a body that it cannot read. It answers ValueErrors alone.
 _UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError,
@@ -120,7 +121,10 @@ def refuse_harmful(message: Any, manager: Any, obj: Any, *_args: Any, **_kwargs:
 
 
 def _check_sampling(params: Any, vocabulary: int) -> None:
-    """Refuse sampling parameters that the sampler or the detokenizer cannot use."""
+    """Refuse sampling parameters that the sampler or the detokenizer cannot use.
+
+    Numbers of ``logit_bias`` that float32 lacks become infinite.
+    """
     for name, (kind, least, most) in _RANGES.items():
         if name not in _OPTIONAL or getattr(params, name, None) is not None:
             _check_number(name, getattr(params, name), kind, least, most)
@@ -132,8 +136,11 @@ def _check_sampling(params: Any, vocabulary: int) -> None:
     _check_type("skip_special_tokens", params.skip_special_tokens, bool, "true or false")
     bias = getattr(params, "logit_bias", None)
     _check_type("logit_bias", bias, dict, "an object")
-    for value in (bias or {}).values():
+    for token, value in (bias or {}).items():
         _check_number("logit_bias", value, Real, -math.inf, math.inf)
+        # As newer releases compute it. In older ones, such numbers end the scheduler.
+        if abs(value) > _LARGEST_FLOAT32:
+            bias[token] = math.inf if value > 0 else -math.inf
     # Python fails to send values that are nested some hundred levels deep to another process.
     if _is_deep(params.custom_params, 32):
         raise ValueError("custom_params must have at most 32 levels.")

@@ -252,6 +252,12 @@ OTHER_PLACES = {"min_new_tokens": 1, "stop_token_ids": [999_999, -5, 5]}
 REFUSED_BY_GRAMMAR = 500 if type(RELEASE) is Release else 200
 BANS_ALL = {"logit_bias": {str(token): -1e308 for token in range(4096)}, "top_k": 5}
 
+# Only newer releases have this field; others ignore it.
+PLACES_OF_ANOTHER_REQUEST = [
+    generation({field: [9]}, max_new_tokens=0)
+    for field in {"token_indices_to_pool"}.intersection(ROUTES[0].fields())
+]
+
 
 @pytest.mark.parametrize(
     "body",
@@ -273,7 +279,7 @@ BANS_ALL = {"logit_bias": {str(token): -1e308 for token in range(4096)}, "top_k"
         generation({"session_params": {"id": []}}),
         generation({"session_params": {"surprise": 1}}),
         generation({"rid": ["x"]}),
-        generation({"token_indices_to_pool": [9]}, max_new_tokens=0),
+        *PLACES_OF_ANOTHER_REQUEST,
         generation({"text": ["a", "b"], "top_logprobs_num": [1], "return_logprob": True}),
         generation(top_k=2**31),
         generation(n=9_999_999),

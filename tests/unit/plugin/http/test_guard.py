@@ -1,5 +1,6 @@
 """What would end a scheduler is refused behind SGLang's tokenisation; without SGLang."""
 
+import math
 import re
 from array import array
 from collections.abc import AsyncGenerator
@@ -170,6 +171,12 @@ def test_a_session_may_have_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) ->
 def test_impossible_stop_tokens_are_dropped(sent: Any, kept: Any) -> None:
     """SGLang bans them, too, until ``min_new_tokens`` are generated, and has no such logits."""
     assert look(sampling={"stop_token_ids": sent}).sampling_params.stop_token_ids == kept
+
+
+def test_a_bias_that_float32_lacks_is_infinite() -> None:
+    bias = {"1": 1e39, "2": -(10**400), "3": 3e38, "4": -0.5, "5": math.inf}
+    bounded = {**bias, "1": math.inf, "2": -math.inf}
+    assert look(sampling={"logit_bias": bias}).sampling_params.logit_bias == bounded
 
 
 def test_deeply_nested_params_are_refused() -> None:

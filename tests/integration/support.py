@@ -34,10 +34,11 @@ RIDING = {
     "FLASHMOA_DEVICE": "h200_sxm",
     "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-32B",
 }
+IS_0_5_12 = isinstance(RELEASE, Release0512)
 # Binds both ranks of an engine to the second core. They would wait for each other's core otherwise.
 BOTH_ON_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "1|1"}
 # In SGLang 0.5.12 the variable has the cores of a single replica, and all replicas use them.
-TWO_REPLICAS = {} if isinstance(RELEASE, Release0512) else BOTH_ON_ONE_CORE
+TWO_REPLICAS = {} if IS_0_5_12 else BOTH_ON_ONE_CORE
 # How many tokens of an open stream may wait for others, because they are not worth a forward.
 LAG = 128
 

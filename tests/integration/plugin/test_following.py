@@ -25,6 +25,7 @@ from tests.integration.plugin.test_hearing import (
     text_of,
 )
 from tests.integration.support import (
+    BOTH_ON_ONE_CORE,
     TWO_REPLICAS,
     Body,
     fetch_stream,
@@ -39,6 +40,7 @@ CHATS = "/v1/chat/completions"
 LONG = {**CHAT, "max_tokens": 200, "ignore_eos": True, "separate_reasoning": False}
 
 
+ENVIRONMENTS = {"--dp-size": TWO_REPLICAS, "--tp-size": BOTH_ON_ONE_CORE}
 RANKS = [
     pytest.param([], id="one"),
     pytest.param(["--dp-size", "2"], id="dp", marks=pytest.mark.nightly),
@@ -48,15 +50,15 @@ RANKS = [
 
 @pytest.fixture(scope="module", params=RANKS)
 async def engine(
-    request: pytest.FixtureRequest, engines: LocalEngines, model: Path
+    request: pytest.FixtureRequest, engines: LocalEngines, thinking_model: Path
 ) -> AsyncGenerator[LocalEngine]:
     """An engine that parses reasoning and tool calls, with one rank or two."""
     async with start_special_engine(
         engines,
-        model,
+        thinking_model,
         "--enable-cache-report", "--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3",
         "--served-model-name", "m", *request.param,
-        environment=TWO_REPLICAS if request.param else None,
+        environment=ENVIRONMENTS.get("".join(request.param[:1])),
     ) as engine:  # fmt: skip
         yield engine
 

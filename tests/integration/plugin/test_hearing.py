@@ -11,10 +11,11 @@ import anyio
 import httpx
 import pytest
 
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.event_loop import own_task
 from tests.integration.ears import Ear, in_flight, listening, text_of
-from tests.integration.support import Body, start_special_engine
+from tests.integration.support import IS_0_5_12, Body, start_special_engine
 from tests.waiting import until
 
 MESSAGES = [{"role": "user", "content": "Plan a trip to Nepal."}]
@@ -78,11 +79,11 @@ CHUNK_DEPENDENT = ("a tag in a text",)
 
 
 @pytest.fixture(scope="module")
-async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+async def engine(engines: LocalEngines, thinking_model: Path) -> AsyncGenerator[LocalEngine]:
     """An engine that parses reasoning and tool calls."""
     async with start_special_engine(
         engines,
-        model,
+        thinking_model,
         "--enable-cache-report", "--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3",
         "--constrained-json-disable-any-whitespace", "--served-model-name", "m",
         has_costs=False,
@@ -139,11 +140,17 @@ def joined(answer: str) -> dict[int, Body]:
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("kind", ANSWERS)
 async def test_a_chat_is_heard_as_it_is_streamed_and_its_bytes_stay(
-    http: httpx.AsyncClient, ear: Ear, kind: str, is_streamed: bool
+    http: httpx.AsyncClient, client: EngineClient, ear: Ear, kind: str, is_streamed: bool
 ) -> None:
+    if IS_0_5_12 and kind == "a cut thought":
+        pytest.skip("SGLang 0.5.12 answers it with 500")
     path, body = "/v1/chat/completions", {**CHAT, **ANSWERS[kind], "stream": is_streamed}
     call = ear.name_call()
-    plain, heard = await ask(http, path, body), await ask(http, path, body, call)
+    # The last digits of log-probabilities depend on what is cached.
+    await client.flush_cache()
+    plain = await ask(http, path, body)
+    await client.flush_cache()
+    heard = await ask(http, path, body, call)
     assert joined(heard) == joined(plain) if is_streamed else heard == plain
     streamed = joined(plain if is_streamed else await ask(http, path, {**body, "stream": True}))
     if body.get("n") or not body["max_tokens"]:
@@ -174,6 +181,8 @@ RESPONSES: dict[str, Body] = {
 async def test_a_response_is_heard_and_its_bytes_stay(
     http: httpx.AsyncClient, ear: Ear, kind: str
 ) -> None:
+    if IS_0_5_12:
+        pytest.skip("SGLang 0.5.12 looks for thoughts in responses otherwise than in chats")
     body = {"input": "Plan a trip.", "max_output_tokens": 24, "temperature": 0, **RESPONSES[kind]}
     call = ear.name_call()
     plain = await ask(http, "/v1/responses", body)

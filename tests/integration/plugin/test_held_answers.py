@@ -15,6 +15,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
+    IS_0_5_12,
     Body,
     Words,
     slow,
@@ -70,18 +71,18 @@ def answer_of(parser: str) -> str:
 @pytest.fixture(scope="module")
 async def engine(
     engines: LocalEngines,
-    model: Path,
+    thinking_model: Path,
     parser: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncGenerator[LocalEngine]:
     """An engine that holds prompts over tool calls, for 15 seconds each."""
     template = tmp_path_factory.mktemp("template") / "thoughts.jinja"
-    written = (model / "chat_template.jinja").read_text()
+    written = (thinking_model / "chat_template.jinja").read_text()
     assert CONTENT in written
     template.write_text(written.replace(CONTENT, THOUGHTS + CONTENT))
     async with start_special_engine(
         engines,
-        model,
+        thinking_model,
         "--enable-cache-report", "--tool-call-parser", parser, "--flashmoa-hold-tool-calls", "15",
         "--served-model-name", "m", "--chat-template", str(template),
         "--preferred-sampling-params", json.dumps({"regex": re.escape(answer_of(parser))}),
@@ -163,6 +164,8 @@ async def responses(
     http: httpx.AsyncClient, history: list[Body], more: Body, stream: bool
 ) -> tuple[list[Body], int]:
     """Ask as OpenAI's client of the Responses API, which returns all items."""
+    if IS_0_5_12:
+        pytest.skip("SGLang 0.5.12 has no functions in the Responses API")
     body = {
         "input": history,
         "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}],
@@ -187,6 +190,8 @@ async def messages(
     http: httpx.AsyncClient, history: list[Body], more: Body, stream: bool
 ) -> tuple[list[Body], int]:
     """Ask as Anthropic's client. The model writes any number of calls, and blanks between them."""
+    if IS_0_5_12:
+        pytest.skip("SGLang 0.5.12 tells no cached tokens in Anthropic's API")
     body = {
         "messages": history,
         "tools": [{"name": "weather", "input_schema": SCHEMA}],

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import start_special_engine
+from tests.integration.support import IS_0_5_12, start_special_engine
 from tests.unit.plugin.renamed import installed
 
 # The values are texts of JSON, because Python's ``json`` cannot write every value.
@@ -206,7 +206,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Failure:
-    """Cells that SGLang answers with 500, with the plugin and without it, and the reason."""
+    """Cells that SGLang answers with 500, with the plugin and without it, and the reason.
+
+    ``field`` and ``value`` are regular expressions.
+    """
 
     path: str
     field: str
@@ -214,9 +217,15 @@ class Failure:
     reason: str
 
     def matches(self, cell: Cell) -> bool:
-        return (self.path, self.field) == (cell.path, cell.field) and bool(
-            re.fullmatch(self.value, cell.value)
+        return (
+            self.path == cell.path
+            and re.fullmatch(self.field, cell.field) is not None
+            and re.fullmatch(self.value, cell.value) is not None
         )
+
+
+# Python's json, which refuses them, is its parser of bodies.
+PARSES_DEEP_BODIES = not IS_0_5_12
 
 
 FAILS_IN_SGLANG = [
@@ -227,6 +236,12 @@ FAILS_IN_SGLANG = [
         "SGLang reads it as an object before its type is checked, and before the plugin has it.",
     ),
 ]
+if IS_0_5_12:
+    reason = "SGLang 0.5.12 does not catch errors of types and of its JSON encoder on these routes."
+    FAILS_IN_SGLANG += [
+        Failure(path, ".*", "(?s:.*)", reason)
+        for path in ("/v1/responses", *(route.path for route in EMBEDDING))
+    ]
 
 
 @pytest.fixture
@@ -359,6 +374,9 @@ async def test_a_deeply_nested_hint_is_refused_in_few_words(
     answer = await attacked.send(path, add(body, hint, DEEP))
     is_read = hint != "prompt_cache_options" or "messages" in body or "input" in body
     assert answer is not None
+    if not PARSES_DEEP_BODIES:
+        assert answer.status_code == 400 and "error parsing the body" in answer.text
+        return
     assert answer.status_code == (400 if is_read else 200), answer.text
     assert not is_read or ("must be" in answer.text and len(answer.text) < 400)
 

@@ -22,7 +22,7 @@ from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams
 from flashmoa_sglang.http.stream import PromptStream, Terms
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.messages import RequestMark
-from flashmoa_sglang.sglang.releases import RELEASE
+from flashmoa_sglang.sglang.releases import RELEASE, Release0512
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -286,7 +286,12 @@ def test_ids_of_no_vocabulary_are_left_to_sglang(ids: list[Any]) -> None:
     [
         ({"input_ids": [[0, 1, 2, 9]]}, True, {"input_ids": [[0, 1, 2, 9]]}),
         ({"text": ["one"]}, True, {"text": None, "input_ids": [[0, 1, 2]]}),
-        ({"text": ["one"], "cache_salt": ["salt"]}, True, {"input_ids": [[0, 1, 2]]}),
+        pytest.param(
+            *({"text": ["one"], "cache_salt": ["salt"]}, True, {"input_ids": [[0, 1, 2]]}),
+            marks=pytest.mark.skipif(
+                isinstance(RELEASE, Release0512), reason="/generate of this release has no salt"
+            ),
+        ),
         ({"text": ["one", "two"]}, False, {"text": ["one", "two"]}),
         ({"input_ids": [[0, 1, 2], [0, 1, 2]]}, False, {"input_ids": [[0, 1, 2], [0, 1, 2]]}),
         # SGLang computes the tokens, and reads no text.

@@ -108,7 +108,12 @@ def graphs(decode: str, prefill: str, device: str = "cuda", **more: Any) -> dict
     """Return arguments for CUDA graphs with ``decode`` and ``prefill`` backends."""
     backends = {"decode": decode, "prefill": prefill}
     config = {phase: SimpleNamespace(backend=backend) for phase, backend in backends.items()}
-    return {"device": device, "cuda_graph_config": SimpleNamespace(**config), **more}
+    # SGLang 0.5.12 has flags.
+    flags = {
+        "disable_cuda_graph": decode == "disabled",
+        "disable_piecewise_cuda_graph": prefill == "disabled",
+    }
+    return {"device": device, "cuda_graph_config": SimpleNamespace(**config), **flags, **more}
 
 
 H2D, D2D = Options(asyncep="h2d"), Options(asyncep="d2d", asyncep_replica="0/2")

@@ -135,8 +135,9 @@ def _check_sampling(params: Any, vocabulary: int) -> None:
     # Fast tokenizers refuse 0 and 1, which ends the detokenizer.
     _check_type("skip_special_tokens", params.skip_special_tokens, bool, "true or false")
     bias = getattr(params, "logit_bias", None)
+    bias = {} if bias is None else bias
     _check_type("logit_bias", bias, dict, "an object")
-    for token, value in (bias or {}).items():
+    for token, value in bias.items():
         _check_number("logit_bias", value, Real, -math.inf, math.inf)
         # As newer releases compute it. In older ones, such numbers end the scheduler.
         if abs(value) > _LARGEST_FLOAT32:

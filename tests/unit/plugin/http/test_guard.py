@@ -111,7 +111,7 @@ NO_TOKENS = array("q")
         ({"sampling": {"skip_special_tokens": 0}}, "skip_special_tokens must be true or false"),
         ({"sampling": {"logit_bias": {"1": None}}}, "logit_bias must be a number"),
         ({"sampling": {"logit_bias": {"1": float("nan")}}}, "logit_bias must be a number"),
-        ({"sampling": {"logit_bias": [1]}}, "logit_bias must be an object"),
+        ({"sampling": {"logit_bias": []}}, "logit_bias must be an object"),
         ({"sampling": {"sampling_seed": 2**64}}, "sampling_seed must be"),
     ],
     ids=str,

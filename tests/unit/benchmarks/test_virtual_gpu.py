@@ -13,7 +13,7 @@ from flashmoa_bench.prefill.offloaded import OffloadedModel, offloaded
 from flashmoa_sglang.moe.asyncep.experts import store_on_host
 from flashmoa_sglang.moe.asyncep.offloader import StreamCopier
 from flashmoa_sglang.moe.saturation import MARGIN, find_saturation
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 # A layer's experts have 1.2e9 bytes: 24 ms from the host, and 3 ms from other GPUs.
@@ -36,6 +36,7 @@ def model_of(layers: int) -> Model:
     return Model("toy", CONFIG | {"num_hidden_layers": layers})
 
 
+@example(layers=9, slots=2, experts=0.0117, others=0.0098)
 @given(layers=st.integers(3, 12), slots=st.integers(2, 4), experts=SECONDS, others=SECONDS)
 def test_a_forward_takes_its_computation_or_its_copies(
     layers: int, slots: int, experts: float, others: float
@@ -44,7 +45,9 @@ def test_a_forward_takes_its_computation_or_its_copies(
     with offloaded(Division.H2D, model_of(layers), GPU, 1, slots=slots) as replica:
         found = replica.seconds(*[seconds] * FORWARDS) / FORWARDS
     copies = (layers - 1) * HOST_SECONDS if slots < layers - 1 else 0.0
-    assert found == pytest.approx(max(layers * (experts + others), copies), abs=AHEAD)
+    longer = found - max(layers * (experts + others), copies)
+    # With two slots, a copy may have to wait for experts that are being computed.
+    assert -AHEAD <= longer <= (HOST_SECONDS if slots == 2 else AHEAD)
 
 
 @settings(max_examples=10)

@@ -8,7 +8,7 @@ from flashmoa_sglang.scheduler import apply, results, streams
 from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.sglang.options import Options
-from flashmoa_sglang.sglang.releases import RELEASE
+from flashmoa_sglang.sglang.releases import RELEASE, Release
 
 from tests.unit.plugin.scheduler.fakes import Build, engine, join_all, new_tokens, request, step
 
@@ -150,9 +150,15 @@ def test_idle_ranks_prefill_streams_alone(known: tuple[int, ...]) -> None:
     assert step(rank, last_batch=None).increments() == [512]
 
 
-def test_ranks_together_leave_half_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["replicas", "attention"])
+def test_ranks_together_leave_half_the_time(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    counts_both = type(RELEASE).data_parallel_ranks is Release.data_parallel_ranks
+    if sizes[0] == 1 and not counts_both:
+        pytest.skip("this release counts the ranks of DP attention in dp_size")
     # SGLang may choose the number of ranks itself.
-    resolved = SimpleNamespace(dp_size=2, attn_dp_size=1)
+    resolved = SimpleNamespace(dp_size=sizes[0], attn_dp_size=sizes[1])
     monkeypatch.setattr(RELEASE, "resolve_arguments", lambda _: resolved)
     rank = engine(a=1024)
     rank.require_mlp_sync, rank.last_batch = True, of_decodes(0, 2)

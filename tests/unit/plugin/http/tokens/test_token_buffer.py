@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -335,9 +336,10 @@ def test_an_answer_to_continue_is_tokenised_alone(make: Any, examples: int) -> N
         for piece in (first, more):
             buffer.append(piece)
         whole = joined_as_sglang_does(tokenizer, prompt, answer + more)
-        # Tokens after the last boundary are only likely.
-        certain = list(buffer.tokens[: buffer.certain_tokens])
-        assert certain == whole[: len(certain)]
+        # After the last boundary tokens are only likely, as in a long number.
+        is_number = re.search(r"\d{32}", answer + more)
+        known = list(buffer.tokens[: buffer.certain_tokens if is_number else None])
+        assert known == whole[: len(known)]
         assert buffer.all_tokens() == whole
         assert buffer.whole_text == prompt + answer + more
         assert buffer.encode_piece(prompt, False, first=True) == canonical.encode(prompt)

@@ -40,11 +40,11 @@ CHATS = "/v1/chat/completions"
 LONG = {**CHAT, "max_tokens": 200, "ignore_eos": True, "separate_reasoning": False}
 
 
-ENVIRONMENTS = {"--dp-size": TWO_REPLICAS, "--tp-size": BOTH_ON_ONE_CORE}
+# An engine's arguments, and its environment.
 RANKS = [
-    pytest.param([], id="one"),
-    pytest.param(["--dp-size", "2"], id="dp", marks=pytest.mark.nightly),
-    pytest.param(["--tp-size", "2"], id="tp", marks=pytest.mark.nightly),
+    pytest.param(([], {}), id="one"),
+    pytest.param((["--dp-size", "2"], TWO_REPLICAS), id="dp", marks=pytest.mark.nightly),
+    pytest.param((["--tp-size", "2"], BOTH_ON_ONE_CORE), id="tp", marks=pytest.mark.nightly),
 ]
 
 
@@ -53,12 +53,13 @@ async def engine(
     request: pytest.FixtureRequest, engines: LocalEngines, thinking_model: Path
 ) -> AsyncGenerator[LocalEngine]:
     """An engine that parses reasoning and tool calls, with one rank or two."""
+    arguments, environment = request.param
     async with start_special_engine(
         engines,
         thinking_model,
         "--enable-cache-report", "--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3",
-        "--served-model-name", "m", *request.param,
-        environment=ENVIRONMENTS.get("".join(request.param[:1])),
+        "--served-model-name", "m", *arguments,
+        environment=environment,
     ) as engine:  # fmt: skip
         yield engine
 

@@ -18,12 +18,12 @@ import anyio
 from anyio.abc import TaskGroup
 
 from flashmoa._concurrency import setting
+from flashmoa._limits import MAX_CALLS_AT_ONCE, MAX_REMEMBERED, Recent
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.client import request_headers
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
 from flashmoa.link.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
-from flashmoa.link.limits import MAX_CALLS_AT_ONCE, MAX_REMEMBERED, Recent
 from flashmoa.link.options import LinkOptions, LinkSettings, Session
 from flashmoa.link.pending_request import PendingRequest
 from flashmoa.link.reasons import NO_LINKS

@@ -35,6 +35,7 @@ with from_extra("adk", "flashmoa.adk", "Google's ADK"):
     from google.genai import types
 
 from flashmoa._concurrency import all_of, setting
+from flashmoa._limits import Recent
 from flashmoa.engine import EngineSettings
 from flashmoa.engine.connections import self_hosted_url
 from flashmoa.frameworks import (
@@ -61,7 +62,6 @@ from flashmoa.frameworks import (
 )
 from flashmoa.link.after_tools import name_calls
 from flashmoa.link.expected import Writers
-from flashmoa.link.limits import Recent
 from flashmoa.observe import LinkDeclined, Listener
 from flashmoa.observe.report import Reported
 from flashmoa.openai import instrument

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import anyio
 
 from flashmoa._concurrency import TaskHost
+from flashmoa._limits import MAX_CALLS_AT_ONCE
 from flashmoa.link.expected import ExpectedRequest, Renderable, Turn
-from flashmoa.link.limits import MAX_CALLS_AT_ONCE
 from flashmoa.link.prompt import Placeholders, Prompt
 
 # The request after a faster tool comes before its stream would be of any use.

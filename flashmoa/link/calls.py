@@ -20,10 +20,10 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from flashmoa._concurrency import setting
+from flashmoa._limits import Recent
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.wire import TOKENS_HEADER
 from flashmoa.link.hearing import CallChannel
-from flashmoa.link.limits import Recent
 from flashmoa.observe.calls import CallReporter
 
 Item = TypeVar("Item")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+from flashmoa._limits import MAX_CALLS_AT_ONCE, Recent
 from flashmoa.engine import EngineClient
 from flashmoa.link.after_tools import RequestAfterTools, name_calls
 from flashmoa.link.calls import CallRequest, CallResult
@@ -20,7 +21,6 @@ from flashmoa.link.learned_runs import (
     called_tools,
 )
 from flashmoa.link.learned_texts import Messages, end_at
-from flashmoa.link.limits import MAX_CALLS_AT_ONCE, Recent
 from flashmoa.link.options import LinkSettings
 from flashmoa.link.planner import LinkedCall, LinkPlanner
 from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt

@@ -18,6 +18,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+from flashmoa._limits import MAX_CALLS_AT_ONCE, Recent
 from flashmoa.link.calls import OutputLengths
 from flashmoa.link.learned_fields import Changes, ChangingFields
 from flashmoa.link.learned_texts import (
@@ -31,7 +32,6 @@ from flashmoa.link.learned_texts import (
     have_same_start,
     similarity,
 )
-from flashmoa.link.limits import MAX_CALLS_AT_ONCE, Recent
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from typing import Protocol
 import anyio
 
 from flashmoa._concurrency import TaskHost, setting
+from flashmoa._limits import MAX_REMEMBERED
 from flashmoa.engine import EngineClient
 from flashmoa.engine.client import request_headers
 from flashmoa.errors import EngineError, PluginMissing
 from flashmoa.link import reasons
 from flashmoa.link.calls import OutputLengths
 from flashmoa.link.expected import ExpectedRequest, Turn
-from flashmoa.link.limits import MAX_REMEMBERED
 from flashmoa.link.link import Link, kind_of, report_no_link
 from flashmoa.link.options import LinkSettings, Session
 from flashmoa.link.prompt import NotForecastable, Prompt

@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
+from flashmoa._limits import MAX_REMEMBERED
 from flashmoa.engine.client import EngineClient
 from flashmoa.engine.front_end import is_behind
 from flashmoa.engine.plain import tokens_to_come
@@ -40,7 +41,6 @@ from flashmoa.errors import (
     StreamGone,
     StreamUnknown,
 )
-from flashmoa.link.limits import MAX_REMEMBERED
 from flashmoa.link.prompt import Prompt
 
 logger = logging.getLogger(__name__)

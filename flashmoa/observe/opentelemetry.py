@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flashmoa._extras import from_extra
+from flashmoa._limits import MAX_REMEMBERED
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.events import (
     ORDINARY_ENDS,
@@ -31,9 +32,6 @@ from flashmoa.observe.events import (
 
 with from_extra("opentelemetry", __name__, "OpenTelemetry"):
     from opentelemetry import context, metrics, trace
-
-# Calls and links without an end would be kept for ever: beyond this number, the oldest are ended.
-_MAX_KEPT = 1024
 
 _Attributes = dict[str, str | bool | int | float | tuple[str, ...]]
 
@@ -106,7 +104,7 @@ class OpenTelemetry:
                 self._fail(event)
             case LinkOpened():
                 self._links[event.stream_id] = _Link(event, context.get_current())
-                self._abandon_oldest(_MAX_KEPT)
+                self._abandon_oldest(MAX_REMEMBERED)
             case LinkClosed():
                 self._close_link(event)
             case _:
@@ -134,7 +132,7 @@ class OpenTelemetry:
         if link is not None:
             self._link_span(link, around)
         self._calls[event.call_id] = _Call(event, [chat, *spans], link)
-        self._abandon_oldest(_MAX_KEPT)
+        self._abandon_oldest(MAX_REMEMBERED)
 
     def _first_token(self, event: FirstToken) -> None:
         call = self._calls.get(event.call_id)
@@ -183,7 +181,10 @@ class OpenTelemetry:
             _end(span, event.at, _link_error(event.reason), event.reason)
 
     def _abandon_oldest(self, limit: int) -> None:
-        """Keep at most ``limit`` calls and links, and end the spans of older ones."""
+        """Keep at most ``limit`` calls and links, and end the spans of older ones.
+
+        Some have no end: their program has left them, or ended without them.
+        """
         for kept in (self._calls, self._links):
             while len(kept) > limit:
                 _, oldest = kept.popitem(last=False)

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from flashmoa._limits import MAX_REMEMBERED
 from flashmoa.observe.calls import Call, calls
 from flashmoa.observe.events import CallFinished, Event, Listener, PromptSent, ignore
 from flashmoa.observe.summary import (
@@ -35,7 +36,6 @@ from flashmoa.observe.summary import (
 )
 from flashmoa.observe.timeline import draw, lanes
 
-_MAX_EVENTS = 4096
 _LEGEND = """\
 prompt: cached tokens and late ones, computed after the request; streamed: cached by its link
 ahead: time of its link's prefills before the request; an empty cell: the engine does not say
@@ -53,7 +53,7 @@ class Report(JupyterMixin):
 
     def __init__(self, listener: Listener = ignore) -> None:
         self._listener = listener
-        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[Event] = deque(maxlen=MAX_REMEMBERED)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CallFinished):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from flashmoa._limits import Recent
 from flashmoa.engine.wire import STREAM_HEADER
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
@@ -77,7 +77,7 @@ class _Router:
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
         self._dispatcher = Dispatcher(options.policy or PrefixAware())
-        self._streams: OrderedDict[str, RoutedEngine] = OrderedDict()  # By the streams' ids.
+        self._streams = Recent[str, RoutedEngine](_MAX_STREAMS)  # By the streams' ids.
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
@@ -113,11 +113,9 @@ class _Router:
                 placement = await stack.enter_async_context(self._dispatcher.place(blocks))
                 engine = self._pool.engines[placement.engine]
                 answer = await self._try(call, engine, placement, stack.pop_all())
-        if call.path == STREAMS and engine is not None:
-            if isinstance(opened := parse_object(answer.body).get("id"), str):
-                self._streams[opened] = engine
-            while len(self._streams) > _MAX_STREAMS:
-                self._streams.popitem(last=False)
+        opened = parse_object(answer.body).get("id") if call.path == STREAMS else None
+        if isinstance(opened, str) and engine is not None:
+            self._streams[opened] = engine
         return answer
 
     async def send_to_any(self, call: ForwardedRequest) -> Response:

@@ -16,8 +16,8 @@ from tests.retention import few_or_many, kept_by
 from tests.unit.openai.fake_server import TEXT, URL, FakeServer, serve
 from tests.waiting import until
 
-LIMITS = ["workflow.MAX_REMEMBERED", "workflow.MAX_CALLS_AT_ONCE", "link.limits.MAX_REMEMBERED",
-          "observe.report._MAX_EVENTS"]  # fmt: skip
+LIMITS = ["workflow.MAX_REMEMBERED", "workflow.MAX_CALLS_AT_ONCE", "_limits.MAX_REMEMBERED",
+          "observe.report.MAX_REMEMBERED"]  # fmt: skip
 
 
 @pytest.fixture

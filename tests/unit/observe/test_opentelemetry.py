@@ -216,7 +216,7 @@ def test_an_unused_link_has_its_openings_span(telemetry: Telemetry) -> None:
 def test_the_oldest_unfinished_are_dropped(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opentelemetry, "_MAX_KEPT", 2)
+    monkeypatch.setattr(opentelemetry, "MAX_REMEMBERED", 2)
     listener = telemetry.listener()
     for number in range(5):
         agent = {"agent": f"agent-{number}", "engine": "http://b"}

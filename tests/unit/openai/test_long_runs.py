@@ -30,8 +30,8 @@ from tests.unit.openai.fake_server import (
 from tests.waiting import until
 
 LIMITS = [f"link.{name}.MAX_CALLS_AT_ONCE" for name in ("learned_runs", "learned_links")] + [
-    "link.after_tools.MAX_CALLS_AT_ONCE", "link.limits.MAX_REMEMBERED", "openai.runs._MAX_ENGINES",
-    "observe.report._MAX_EVENTS",
+    "link.after_tools.MAX_CALLS_AT_ONCE", "_limits.MAX_REMEMBERED", "openai.runs._MAX_ENGINES",
+    "observe.report.MAX_REMEMBERED",
 ]  # fmt: skip
 
 

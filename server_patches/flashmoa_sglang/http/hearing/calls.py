@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 CALL_HEADER = "X-Request-Id-FlashMoA"
 CHANNEL_HEADER = "X-FlashMoA-Channel"
 _CALL_ID = re.compile(r"[0-9a-f]{32}")
-_CHANNEL_DIGITS = 16
-_CHANNEL_ID = re.compile(rf"[0-9a-f]{{{_CHANNEL_DIGITS}}}")
+_CHANNEL_ID = re.compile(r"[0-9a-f]{16}")
 _HEARD = "flashmoa_heard"
 
 
@@ -58,7 +57,7 @@ class _InFlight:
 
     @property
     def channel(self) -> str:
-        return self.heard.id[:_CHANNEL_DIGITS]
+        return self.heard.id[:16]
 
 
 class HeardCalls:
@@ -121,7 +120,7 @@ class HeardCalls:
         """
         if channel_id is None or not _CHANNEL_ID.fullmatch(channel_id):
             raise MalformedRequest(
-                f"{CHANNEL_HEADER} must have {_CHANNEL_DIGITS} hexadecimal digits in lower case, "
+                f"{CHANNEL_HEADER} must have 16 hexadecimal digits in lower case, "
                 "with which the ids of the calls begin."
             )
         return self._listen(channel_id)

@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 import anyio
 
+# How many tokens of an open stream may wait for others, because they are not worth a forward.
+LAG = 128
+
 
 async def until(holds: Callable[[], object], seconds: float = 60) -> None:
     """Wait until ``holds()`` is true. Raises: TimeoutError if it takes longer."""

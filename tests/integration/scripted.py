@@ -14,8 +14,7 @@ from openai._base_client import AsyncHttpxClientWrapper
 
 from flashmoa.engine import EngineClient
 from flashmoa.observe import Event, LinkClosed, LinkOpened
-from tests.integration.support import LAG
-from tests.waiting import until
+from tests.waiting import LAG, until
 
 FunctionCall = tuple[str, dict[str, Any]]
 # A text; a function's name and arguments; or several calls, with a text before them if any.

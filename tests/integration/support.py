@@ -39,8 +39,6 @@ IS_0_5_12 = isinstance(RELEASE, Release0512)
 BOTH_ON_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "1|1"}
 # In SGLang 0.5.12 the variable has the cores of a single replica, and all replicas use them.
 TWO_REPLICAS = {} if IS_0_5_12 else BOTH_ON_ONE_CORE
-# How many tokens of an open stream may wait for others, because they are not worth a forward.
-LAG = 128
 
 
 def slow(*way: Any) -> Any:

@@ -18,12 +18,12 @@ from flashmoa.observe import (
     UpstreamFailed,
 )
 from tests.integration.support import (
-    LAG,
     chat_text,
     wait_for_streams,
     wait_until_idle,
     wait_until_prefilled,
 )
+from tests.waiting import LAG
 
 PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 

@@ -18,7 +18,12 @@ from flashmoa.moa import AggregationPrompt, EarlyExit, EngineEmbedder, MixtureOf
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import metric
-from tests.integration.support import LAG, RIDING, post_json, start_special_engine
+from tests.integration.support import (
+    RIDING,
+    post_json,
+    start_special_engine,
+)
+from tests.waiting import LAG
 
 PROMPT = AggregationPrompt("question-first", "Weigh these:")
 # Each answer ends while the next one is still written.

@@ -32,7 +32,10 @@ from tests.integration.openai.tool_agents import (
     offer,
 )
 from tests.integration.scripted import call_until, script
-from tests.integration.support import LAG, wait_until_idle
+from tests.integration.support import (
+    wait_until_idle,
+)
+from tests.waiting import LAG
 
 # Most tokens left to compute for a request, if only a short result in it was not known before.
 FEW = LAG + 64

@@ -13,13 +13,13 @@ from flashmoa_sglang.costs import Costs
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from tests.integration.support import (
-    LAG,
     RIDING,
     Words,
     generate,
     start_special_engine,
     wait_until_idle,
 )
+from tests.waiting import LAG
 
 CHUNK = 64
 

@@ -27,14 +27,13 @@ from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, make_request
 from tests.integration.support import (
     GREEDY,
-    LAG,
     Body,
     Words,
     fetch_stream,
     wait_for_state,
     wait_until_prefilled,
 )
-from tests.waiting import until
+from tests.waiting import LAG, until
 
 pytestmark = pytest.mark.timeout(90)
 Moment = Literal["before the first append", "mid-append", "after the last append"]

@@ -11,7 +11,6 @@ import pytest
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
-    LAG,
     Words,
     check_final_request,
     generate,
@@ -20,6 +19,7 @@ from tests.integration.support import (
     wait_until_idle,
     wait_until_prefilled,
 )
+from tests.waiting import LAG
 
 STREAMS = 12
 WAYS = {

@@ -17,7 +17,6 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.errors import StreamGone
 from tests.integration.models import build_adapter
 from tests.integration.support import (
-    LAG,
     Words,
     check_final_request,
     complete_stream,
@@ -26,6 +25,7 @@ from tests.integration.support import (
     start_special_engine,
     wait_until_prefilled,
 )
+from tests.waiting import LAG
 
 pytestmark = pytest.mark.timeout(120)
 # Seconds. Streams live longer than this, so a call that waits for their end takes longer.

@@ -102,7 +102,7 @@ async def test_the_saturation_is_that_of_the_gpu(engines: LocalEngines, model: P
         ) as engine,
         EngineClient(engine.url, timeout=120) as client,
     ):
-        while (found := (await client.info()).saturation) is None:
+        while (found := (await client.info()).saturation) is None:  # noqa: ASYNC110
             await anyio.sleep(1)
     assert found.transfer == pytest.approx(LAYER_BYTES / HOST)
     # As flashmoa bench asyncep --device computes.

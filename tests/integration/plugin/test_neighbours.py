@@ -15,7 +15,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
-    LAG,
     RIDING,
     Words,
     decoding,
@@ -27,7 +26,7 @@ from tests.integration.support import (
     wait_until_idle,
     wait_until_prefilled,
 )
-from tests.waiting import until
+from tests.waiting import LAG, until
 
 # Whether tokens ride along with decode steps depends on the costs of the steps. On the modelled GPU
 # tokens always ride along, unless the budget forbids it.

@@ -13,7 +13,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
-    LAG,
     RIDING,
     Words,
     complete_stream,
@@ -23,6 +22,7 @@ from tests.integration.support import (
     start_special_engine,
     wait_until_prefilled,
 )
+from tests.waiting import LAG
 
 POOL = 4800
 

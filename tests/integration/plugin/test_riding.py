@@ -14,7 +14,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
-    LAG,
     RIDING,
     Words,
     decoding,
@@ -23,6 +22,7 @@ from tests.integration.support import (
     start_special_engine,
     wait_until_idle,
 )
+from tests.waiting import LAG
 
 _Answer = dict[str, Any]
 ARGUMENTS = ["--page-size", "16", "--decode-log-interval", "1"]

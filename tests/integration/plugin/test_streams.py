@@ -11,13 +11,13 @@ from flashmoa.engine import EngineClient
 from flashmoa.errors import StreamGone
 from tests.integration.ears import in_flight
 from tests.integration.support import (
-    LAG,
     Words,
     complete_stream,
     generate,
     wait_until_idle,
     wait_until_prefilled,
 )
+from tests.waiting import LAG
 
 TEXTS = {
     "thai": "กองคาราวานมาถึงเมืองเก่าตอนเที่ยงและทุกคนพักผ่อนก่อน",

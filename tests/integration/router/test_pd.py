@@ -16,13 +16,13 @@ from tests.integration.ears import listening, text_of
 from tests.integration.router.http_calls import PlannerAndReader, chat
 from tests.integration.router.pairs import Pair, running_pairs
 from tests.integration.support import (
-    LAG,
     Words,
     fetch_kv_state,
     post_json,
     wait_for_streams,
     wait_until_idle,
 )
+from tests.waiting import LAG
 
 pytestmark = pytest.mark.slow
 

@@ -27,9 +27,12 @@ from tests.integration.frameworks.autogen.runs import (
     run_team,
 )
 from tests.integration.frameworks.autogen.teams import agent, agents, graph, selecting
-from tests.integration.support import LAG, slow, wait_until_idle
+from tests.integration.support import (
+    slow,
+    wait_until_idle,
+)
 from tests.unit.frameworks.autogen.test_overriding import FixedSpeaker, NumberedMessage
-from tests.waiting import until
+from tests.waiting import LAG, until
 
 
 def stopped(client: Client, inner: str) -> BaseGroupChat:

@@ -34,8 +34,14 @@ from tests.integration.frameworks.autogen.runs import (
 )
 from tests.integration.frameworks.autogen.teams import Build, agent, agents, filtered, graph, swarm
 from tests.integration.scripted import Script, script
-from tests.integration.support import LAG, nightly, slow, start_special_engine, wait_until_idle
+from tests.integration.support import (
+    nightly,
+    slow,
+    start_special_engine,
+    wait_until_idle,
+)
 from tests.unit.frameworks.autogen.test_turn_order import graphs
+from tests.waiting import LAG
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,14 @@ from tests.integration.frameworks.autogen.runs import (
 )
 from tests.integration.frameworks.autogen.teams import agent
 from tests.integration.scripted import LinkWatch, call_until, script
-from tests.integration.support import LAG, Words, fetch_kv_state, generate, slow, wait_until_idle
+from tests.integration.support import (
+    Words,
+    fetch_kv_state,
+    generate,
+    slow,
+    wait_until_idle,
+)
+from tests.waiting import LAG
 
 # Most tokens left to compute for a request, if only a short result in it was not known before.
 FEW = LAG + 64

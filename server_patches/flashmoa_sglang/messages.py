@@ -34,6 +34,7 @@ class RequestMark:
         timed: the request runs only for the times of its forwards.
         rides: the request shall ride along with a decode step, in the same forward.
         compared: the text's token states will be compared with the states of other texts.
+        own: the plugin has made the request, or needs no text of its answer.
     """
 
     stream: str | None = None
@@ -43,6 +44,7 @@ class RequestMark:
     timed: bool = False
     rides: bool = False
     compared: bool = False
+    own: bool = False
 
     def to_custom_params(self) -> dict[str, Any]:
         return {CUSTOM_PARAMS_KEY: asdict(self)}

@@ -165,7 +165,8 @@ class Api:
         terms = prompt.terms(self._engine.model["name"])
         terms = replace(terms, dp_rank=self._table.named_rank(request))
         started = time.perf_counter()
-        meta = await self._engine.generate(ids, RequestMark(), terms=terms, http_request=request)
+        mark = RequestMark(own=True)
+        meta = await self._engine.generate(ids, mark, terms=terms, http_request=request)
         return {
             "prompt_tokens": meta["prompt_tokens"],
             "cached_tokens": meta["cached_tokens"],

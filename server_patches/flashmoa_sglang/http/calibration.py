@@ -218,17 +218,16 @@ class Measurement:
     def _tokens(self, number: int) -> list[int]:
         return self._dice.choices(range(self._engine.vocabulary), k=number)
 
-    async def _wait_until_idle(self) -> None:
-        # SGLang has no event for these states.
-        while self._engine.warming_up or self._engine.draining or self._engine.others_active():  # noqa: ASYNC110
+    async def _generate(self, input_ids: list[int], mark: RequestMark, **options: Any) -> None:
+        # SGLang has no event for this. Nothing may wait between the answer and the request.
+        while not self._engine.may_measure:  # noqa: ASYNC110
             await asyncio.sleep(_PAUSE_SECONDS / 20)
+        await self._engine.generate(input_ids, mark, **options)
 
     async def _forward(self, input_ids: list[int], *, rides: bool = False) -> None:
         """Prefill ``input_ids`` in one forward, with a decode step if it ``rides``."""
-        await self._wait_until_idle()
-        mark = RequestMark(timed=True, rides=rides)
         try:
-            await self._engine.generate(input_ids, mark)
+            await self._generate(input_ids, RequestMark(timed=True, rides=rides, own=True))
         except ApiError as error:
             self._failure = error
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -236,7 +235,6 @@ class Measurement:
     @asynccontextmanager
     async def _decoding(self, requests: int, prompt: list[int]) -> AsyncGenerator[None]:
         """Let requests decode in the meantime, and a few steps before."""
-        await self._wait_until_idle()
         decode = asyncio.Event()
         rids = [new_rid() for _ in range(requests)]
         async with asyncio.TaskGroup() as group:
@@ -257,9 +255,9 @@ class Measurement:
                 decodes.set()
 
         with suppress(ApiError):
-            await self._engine.generate(
+            await self._generate(
                 prompt,
-                RequestMark(timed=True),
+                RequestMark(timed=True, own=True),
                 new_tokens=_ANSWER_TOKENS,
                 rid=rid,
                 # Reporting a token takes the scheduler time.

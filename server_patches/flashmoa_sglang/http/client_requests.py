@@ -402,7 +402,7 @@ async def prewarm(
     if is_list(obj) or not has_one_answer(obj):
         raise MalformedRequest("Warm prompts one by one, each with one answer: leave n out.")
     if not has_stream(obj):
-        put_mark(obj, RequestMark())
+        put_mark(obj, RequestMark(own=True))
     obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}
     async with aclosing(original(manager, obj, http_request)) as outputs:
         async for output in outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -51,7 +51,9 @@ class Engine:
         # ``None`` with --skip-tokenizer-init, and if the tokenizer cannot be used.
         self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
         # Number of requests that run only for the times of their forwards.
-        self._timed = 0
+        self._timed = self._changes = 0
+        # The kinds of memory that the engine has released, and without which it can run nothing.
+        self.released = set[str]()
         self._queries = itertools.count()
         # The schedulers' answers to each query.
         self._reports: dict[int | None, asyncio.Queue[Any]] = {}
@@ -185,6 +187,23 @@ class Engine:
     def in_flight(self) -> dict[str, int]:
         """Return the numbers of requests and tasks, which are constant in an idle process."""
         return {"requests": len(self._manager.rid_to_state), "tasks": len(asyncio.all_tasks())}
+
+    @property
+    def may_measure(self) -> bool:
+        """Whether requests that measure the engine may begin."""
+        is_free = not (self.warming_up or self.draining or self.others_active())
+        return is_free and not (self._changes or self.released or self._manager.is_pause)
+
+    @asynccontextmanager
+    async def change(self) -> AsyncGenerator[None]:
+        """Let the requests that measure the engine end, and begin none in the meantime."""
+        self._changes += 1
+        try:
+            while self._timed:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            yield
+        finally:
+            self._changes -= 1
 
     def others_active(self) -> bool:
         """Return whether requests are in flight that do not measure the engine.
@@ -331,11 +350,11 @@ class Engine:
         """
         from sglang.srt.managers.io_struct import EmbeddingReqInput
 
-        rids = tuple(new_rid() for _ in texts)
+        rids, mark = tuple(new_rid() for _ in texts), RequestMark(compared=True, own=True)
         request = EmbeddingReqInput(
             text=texts,
             rid=list(rids),
-            sampling_params={"custom_params": RequestMark(compared=True).to_custom_params()},
+            sampling_params={"custom_params": mark.to_custom_params()},
             lora_path=terms.lora_path,
             priority=terms.priority,
         )

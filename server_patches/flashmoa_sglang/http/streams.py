@@ -367,10 +367,11 @@ class StreamTable:
             for stream in list(self._open.values()):
                 if adapter in (None, stream.terms.lora_path):
                     self.close(stream, "drained")
-            # A scheduler finishes in one more step the forward that it has begun.
-            for _ in range(2):
-                await self.engine.kv()
-            yield
+            async with self.engine.change():
+                # A scheduler finishes in one more step the forward that it has begun.
+                for _ in range(2):
+                    await self.engine.kv()
+                yield
         finally:
             self._changing.remove(adapter)
 

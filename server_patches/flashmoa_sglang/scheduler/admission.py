@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
         RELEASE.reserve_pages(adder)
         state.needs_pages = False
     mark = state_of(req).mark
-    if mark is not None and not mark.final:
+    if mark is not None and mark.own:
         # SGLang takes a prefill that is sent to no decode engine for a warm-up of its own, whose KV
         # it does not keep.
         req.skip_radix_cache_insert = False
@@ -132,8 +133,11 @@ def deferred(scheduler: Any, running: Any) -> Generator[None]:
 
 def _to_defer(scheduler: Any, running: Any) -> list[Any]:
     state: SchedulerState = scheduler.flashmoa
+    # The queue may be long.
+    if scheduler.enable_priority_scheduling or not state.streams.any_has_lost():
+        return []
     lost = [req for req in scheduler.waiting_queue if _has_lost(state, req)]
-    if not lost or scheduler.enable_priority_scheduling:
+    if not lost:
         return []
     waiting: list[Any] = []
     taken = state.streams.returning_tokens()
@@ -179,7 +183,7 @@ def make_room(scheduler: Any, running: Any) -> None:
         # In a mixed batch each running request may begin a page.
         pages = scheduler.page_size * len(running.reqs) if scheduler.is_mixed_chunk else 0
         scheduler.flashmoa.pins.make_room(_rest(scheduler) + pages)
-    if scheduler.enable_priority_preemption:
+    if scheduler.enable_priority_preemption and scheduler.flashmoa.pins:
         needs = [_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req)]
         if needs:
             scheduler.flashmoa.pins.make_room(max(needs) + _promised(scheduler, running))
@@ -197,9 +201,12 @@ def room_for_streams(scheduler: Any, running: Any) -> int:
     becomes overdue after a while.
     """
     state: SchedulerState = scheduler.flashmoa
-    waiting = [req for req in scheduler.waiting_queue if not is_increment(req)]
-    kept = sum(_need(scheduler, req) for req in [*waiting, *state.deferred])
-    kept += state.streams.returning_tokens()
+    kept = state.streams.returning_tokens()
+    for req in chain(scheduler.waiting_queue, state.deferred):
+        # The queue may be long, and no stream has room beside requests that fill the pool.
+        if kept > scheduler.max_total_num_tokens:
+            break
+        kept += 0 if is_increment(req) else _need(scheduler, req)
     if running.reqs or len(state.streams) > 1:
         # A share of the pool stays free for requests to come.
         kept += scheduler.max_total_num_tokens // 16

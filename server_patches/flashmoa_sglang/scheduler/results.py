@@ -111,7 +111,7 @@ def stream_output(
 
 def _has_no_text(state: SchedulerState, req: Any) -> bool:
     mark = state_of(req).mark
-    if mark is None or mark.stream is not None:
+    if mark is None or not mark.own:
         return False
     # SGLang's ``is_prefill_only`` is false with speculative decoding.
     if not req.sampling_params.max_new_tokens:

@@ -122,9 +122,12 @@ class SharedPrefill:
         return result
 
     def _may_wait(self, req: Any, start: int) -> bool:
-        """Return whether a request may wait; it may not if the last wait did not help."""
+        """Return whether a request may wait; it may not if the last wait did not help.
+
+        An answer's hidden states are those of computed tokens, so none of these may be shared.
+        """
         state = state_of(req)
-        if state.last_wait == start:
+        if state.last_wait == start or req.return_hidden_states:
             return False
         if state.first_wait is None:
             state.first_wait = start

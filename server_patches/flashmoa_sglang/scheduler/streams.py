@@ -127,7 +127,7 @@ class SchedulerStreams:
         self._ordered: list[tuple[SchedulerStream, int]] = []
         self._changed: dict[str, SchedulerStream] = {}
         # For keep_cached().
-        self._new: list[SchedulerStream] = []
+        self._new: dict[str, SchedulerStream] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._returning: dict[str, Returning] = {}
         self._numbers = count()
@@ -226,7 +226,7 @@ class SchedulerStreams:
             output: expected number of tokens of the answer to the stream's final request.
         """
         self._make = make
-        message.sampling_params.custom_params = RequestMark(id_).to_custom_params()
+        message.sampling_params.custom_params = RequestMark(id_, own=True).to_custom_params()
         opener = take_request(self._scheduler, message, make, runs=False)
         if opener is None:
             return  # SGLang has refused it, and told the HTTP process.
@@ -238,7 +238,7 @@ class SchedulerStreams:
             stream = self._stream(id_)
             stream.message, stream.opener, stream.output = message, opener, output
             stream.opened_at = self._scheduler.flashmoa.work
-            self._new.append(stream)
+            self._new[id_] = stream
 
     def _stream(self, id_: str) -> SchedulerStream:
         """Return a stream that changes; open it if this is its first message."""
@@ -282,6 +282,7 @@ class SchedulerStreams:
         if len(self._ended) > _MAX_REMEMBERED_ENDINGS:
             self._ended.popitem(last=False)
         self._pins.release(id_)
+        self._new.pop(id_, None)
         stream = self._open.pop(id_, None)
         if stream is not None:
             stream.claimed, self._changed[id_] = True, stream
@@ -293,6 +294,9 @@ class SchedulerStreams:
                 stream.prefilled, stream.gave_way = 0, id_ is not None
                 self._changed[stream.id] = stream
                 self._progress.append((stream.id, 0, 0, 0.0, 0.0))
+
+    def any_has_lost(self) -> bool:
+        return any(map(self.has_lost, self._open))
 
     def has_lost(self, id_: str | None) -> bool:
         """Return whether a stream's KV gave way, and none has been pinned since."""
@@ -339,12 +343,12 @@ class SchedulerStreams:
         instance an agent's earlier turns while its tool runs. The whole prefix is pinned, because
         it uses no new room, and a part of a prompt is worth little.
         """
-        opened = [stream for stream in self._new if stream.id in self._open]
-        for stream in opened:
+        for stream in list(self._new.values()):
             if self._growth(stream):
                 self._match(stream, len(stream.tokens))
                 self._note_return(stream)
-        self._new = [stream for stream in opened if not stream.tokens]
+            if stream.tokens:
+                del self._new[stream.id]
 
     def make(self, tokens: int, room: int, most: int, *, before: float | None = None) -> list[Any]:
         """Make increments for the batch that is built next, and return them.

@@ -31,7 +31,7 @@ def read(scheduler: Any, running: Any) -> StepView:
     replaces = scheduler.enable_priority_preemption and bool(scheduler.waiting_queue)
     can_join = bool(joining) or replaces
     marks = [mark for req in joining if (mark := state_of(req).mark) is not None]
-    can_mix = bool(decodes) and not state.no_rides and _can_be_cut(scheduler, joining)
+    can_mix = bool(decodes) and not state.no_rides and _can_mix(scheduler, running, joining)
     measures = can_mix and any(mark.rides for mark in marks)
     has_streams = len(streams) > 0 or any(mark.final for mark in marks)
     if measures or not has_streams:
@@ -129,15 +129,21 @@ def _prompt_tokens(scheduler: Any, joining: Sequence[Any]) -> int:
     return tokens
 
 
-def _can_be_cut(scheduler: Any, joining: Sequence[Any]) -> bool:
+def _can_mix(scheduler: Any, running: Any, joining: Sequence[Any]) -> bool:
     """Return whether SGLang can cut the prompts of all these requests and mix them with decodes.
 
-    It mixes neither prompts with log-probabilities nor embeddings. With deterministic kernels it
-    cuts prompts only at multiples that may be longer than a mixed step.
+    It mixes neither prompts with log-probabilities nor embeddings, and nothing with a beam search.
+    With deterministic kernels it cuts prompts only at multiples that may be longer than a mixed
+    step.
     """
-    return scheduler.truncation_align_size is None and not any(
-        req.return_logprob or req.input_embeds is not None or req.multimodal_inputs is not None
-        for req in joining
+    return (
+        scheduler.truncation_align_size is None
+        and not any(
+            req.return_logprob or req.input_embeds is not None or req.multimodal_inputs is not None
+            for req in joining
+        )
+        # Releases without beam search have no such attribute.
+        and not any(getattr(req, "beam_group", None) is not None for req in running.reqs)
     )
 
 

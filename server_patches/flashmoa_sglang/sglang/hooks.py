@@ -197,6 +197,43 @@ async def without_streams(
         return await original(manager, *args, **kwargs)
 
 
+async def without_measurement(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Let the engine be idle if only its costs are measured; wraps methods of ``TokenizerManager``.
+
+    SGLang cannot do this otherwise, or would hold a measuring request until it goes on.
+    """
+    if manager.flashmoa_table is None:
+        return await original(manager, *args, **kwargs)
+    async with manager.flashmoa_table.engine.change():
+        return await original(manager, *args, **kwargs)
+
+
+async def release_memory(
+    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Let nothing run without memory; wraps ``TokenizerManager.release_memory_occupation``."""
+    await without_streams(original, manager, obj, *args, **kwargs)
+    if manager.flashmoa_table is not None:
+        manager.flashmoa_table.engine.released.update(_kinds_of_memory(obj))
+
+
+async def resume_memory(
+    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Note what memory the engine has; wraps ``TokenizerManager.resume_memory_occupation``."""
+    await original(manager, obj, *args, **kwargs)
+    if manager.flashmoa_table is not None:
+        manager.flashmoa_table.engine.released.difference_update(_kinds_of_memory(obj))
+
+
+def _kinds_of_memory(obj: Any) -> list[str]:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return obj.tags or GPU_MEMORY_ALL_TYPES
+
+
 def update_weights(*result: Any) -> Callable[..., Any]:
     """Make the wrapper of ``TokenizerManager.update_weights_from_...``.
 
@@ -276,7 +313,10 @@ HTTP_HOOKS = [
         for way in ("distributed", "tensor", "ipc")
     ),
     Hook(f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", "around", without_streams),
-    Hook(f"{_TOKENIZER_MANAGER}.release_memory_occupation", "around", without_streams),
+    Hook(f"{_TOKENIZER_MANAGER}.release_memory_occupation", "around", release_memory),
+    Hook(f"{_TOKENIZER_MANAGER}.resume_memory_occupation", "around", resume_memory),
+    Hook(f"{_TOKENIZER_MANAGER}.flush_cache", "around", without_measurement),
+    Hook(f"{_TOKENIZER_MANAGER}.pause_generation", "around", without_measurement),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]
 

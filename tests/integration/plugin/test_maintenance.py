@@ -13,13 +13,14 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from flashmoa.errors import StreamGone
 from tests.integration.models import build_adapter
 from tests.integration.support import (
     Words,
     check_final_request,
     complete_stream,
+    generate,
     post_json,
     slow,
     start_special_engine,
@@ -102,3 +103,21 @@ async def test_an_adapter_is_unloaded_while_streams_are_open(
         await client.append(adapted["id"], 0, text=" and more")
     await complete_stream(client, plain.id)
     await check_final_request(client, plain.id, text + " of")
+
+
+@pytest.mark.slow
+async def test_memory_is_released_while_costs_are_measured(
+    engines: LocalEngines, model: Path, words: Words
+) -> None:
+    """SGLang ends an engine that shall release its memory while a request runs."""
+    async with (
+        start_special_engine(engines, model, measures=True, has_costs=False) as engine,
+        EngineClient(engine.url) as client,
+        httpx.AsyncClient(base_url=engine.url, timeout=PATIENCE) as http,
+    ):
+        for path in ("/flush_cache", "/release_memory_occupation"):
+            (await http.post(path, json={})).raise_for_status()
+        assert (await client.info()).costs is None
+        (await http.post("/resume_memory_occupation", json={})).raise_for_status()
+        assert (await wait_for_costs(engine.url)).costs
+        await generate(client, words(300, 7030), 4)

@@ -73,6 +73,16 @@ async def test_calls_are_heard_at_the_decode_engine(pair: Pair, words: Words) ->
     del pair.shell.headers["X-Request-Id-FlashMoA"]
 
 
+async def test_a_hint_changes_no_answer(pair: Pair, words: Words) -> None:
+    """The prefill engine answers such a request, too, and the pair's router reads the answer."""
+    asked = chat(words(20, 2190))
+    plain = await post_json(pair.shell, CHAT, asked)
+    pair.shell.headers["X-Request-Id-FlashMoA-Tokens"] = "8"
+    hinted = await post_json(pair.shell, CHAT, asked)
+    del pair.shell.headers["X-Request-Id-FlashMoA-Tokens"]
+    assert hinted["choices"] == plain["choices"]
+
+
 async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: Words) -> None:
     before = await pair.transferred_bytes()
     async with EngineClient(pair.prefill.url) as prefill, EngineClient(pair.decode.url) as decode:

@@ -247,7 +247,7 @@ class ListScorer:
                 "max_new_tokens": 0,
                 "temperature": 1.0,
                 **NO_GRAMMAR,
-                "custom_params": RequestMark().to_custom_params(),
+                "custom_params": RequestMark(own=True).to_custom_params(),
             },
             return_logprob=True,
             stream=True,

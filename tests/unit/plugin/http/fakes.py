@@ -1,7 +1,8 @@
 """The engine as prompt streams in the HTTP process see it, for tests without SGLang."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,10 @@ class FakeEngine:
 
     def release(self, stream: str) -> None:
         self.released.append(stream)
+
+    @asynccontextmanager
+    async def change(self) -> AsyncGenerator[None]:
+        yield
 
     async def kv(self) -> list[Any]:
         self.reports += 1

@@ -44,7 +44,7 @@ class FakeEngine:
     vocabulary = 100
     role = None
     steps_together = False
-    draining = warming_up = False
+    may_measure = True
     waits_for: int | None = None
     saturation: Any = None
     no_rides = ""
@@ -68,9 +68,6 @@ class FakeEngine:
     def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
         assert kind is ForwardTimes
         self.report = handler
-
-    def others_active(self) -> bool:
-        return False
 
     def why_no_kv(self) -> str | None:
         return None
@@ -245,21 +242,23 @@ async def test_an_engine_measures_while_no_client_uses_it(*, asyncep: bool) -> N
     def layers(tokens: int) -> LayerTimes | None:
         return LayerTimes(tokens, tokens * 1e-5, 0.003) if asyncep else None
 
-    active = cycle([True, True, False])
-    engine = await calibrated(layers=layers, others_active=lambda: next(active))
+    class Used(FakeEngine):
+        free = cycle([False, False, True])
+        may_measure = property(lambda self: next(self.free))
+
+    engine = await calibrated(Used, layers=layers)
     assert engine.costs.prefill(1024) == pytest.approx(seconds(0, 0, 1024, 0), rel=0.02)
     if asyncep:
         assert engine.saturation.tokens == pytest.approx(361, abs=1)
         assert engine.waits_for == engine.saturation.tokens
 
 
-@pytest.mark.parametrize("way", ["draining", "warming_up"])
-async def test_an_engine_that_drains_measures_nothing(
-    engine: Any, way: str, monkeypatch: pytest.MonkeyPatch
+async def test_nothing_is_measured_while_nothing_may_be(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "_PAUSE_SECONDS", 1.0)
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
-    setattr(engine, way, True)
+    engine.may_measure = False
     async with anyio.create_task_group() as group:
         group.start_soon(calibrate, engine)
         await anyio.wait_all_tasks_blocked()

@@ -77,7 +77,7 @@ def request(
     tokens: int, output: int, written: int = 0, stream: str | None = None, *, final: bool = False
 ) -> Any:
     """Make a client's request, or the final request or an increment of a ``stream``."""
-    mark = RequestMark(stream, final=final) if stream is not None else None
+    mark = RequestMark(stream, final=final, own=not final) if stream is not None else None
     return SimpleNamespace(
         rid="some",
         to_finish=None,

@@ -1,6 +1,6 @@
 """Which requests join a batch: their order, and room in the KV pool, where streams give way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,7 +243,6 @@ def test_a_lost_prompt_evicts_overdue_ones(
 
 
 def test_streams_leave_room_for_deferred_requests(busy: FakeScheduler) -> None:
-    busy.max_total_num_tokens = 0
     before = room(busy, free=1600)
     with admission.deferred(busy, busy.running):
         assert len(busy.waiting_queue) == 1
@@ -335,6 +334,26 @@ def test_a_lone_stream_may_take_the_whole_pool() -> None:
     # Several streams leave a sixteenth of the pool for later requests.
     scheduler.open_stream("b")
     assert room(scheduler) == 4000
+
+
+class Long(list[Any]):
+    """A queue of requests, which counts those that were looked at."""
+
+    looked_at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for req in super().__iter__():
+            self.looked_at += 1
+            yield req
+
+
+def test_a_long_queue_is_not_walked_in_each_step() -> None:
+    scheduler = FakeScheduler(5000, total=16_000)
+    scheduler.waiting_queue = queue = Long(request(1500, 100) for _ in range(1000))
+    with admission.deferred(scheduler, scheduler.running):
+        assert scheduler.waiting_queue is queue and not queue.looked_at
+    # Requests that fill the pool leave no room, whoever else waits.
+    assert room(scheduler) < 0 and queue.looked_at < 16
 
 
 def test_waiting_requests_come_before_streams() -> None:

@@ -89,6 +89,7 @@ class Request:
         # The last token is of the answer so far.
         self.origin_input_ids = array("q", range(length - 1))
         self.output_ids = array("q", [length - 1])
+        self.return_hidden_states = False
 
 
 @pytest.fixture
@@ -117,6 +118,14 @@ def test_a_request_waits_once(batch: SharedPrefill) -> None:
     assert not joins(batch, taken, waits)
     # The wait did not help.
     assert joins(batch, taken, waits) and batch.avoided == 0
+
+
+def test_an_answer_with_hidden_states_waits_for_no_other(batch: SharedPrefill) -> None:
+    """SGLang returns the states of computed tokens only."""
+    taken = [Request(0, 1000)]
+    states = Request(0, 800)
+    states.return_hidden_states = True
+    assert joins(batch, taken, states)
 
 
 @pytest.mark.parametrize(("waited_from", "prefix", "avoided"), [(500, 700, 200), (500, 100, 0)])

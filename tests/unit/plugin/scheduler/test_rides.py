@@ -187,6 +187,20 @@ def test_prompts_are_not_cut_where_sglang_cannot(
     assert not built.settings["mixed"] and built.settings["chunk"] == 8192
 
 
+def test_nothing_rides_beside_a_beam_search() -> None:
+    """SGLang would compute such a step without its decodes."""
+    busy = engine(decoding=2, a=2500)
+    assert step(busy).settings["mixed"]
+    busy.running.reqs[0].beam_group = SimpleNamespace(beam_width=4)
+    # As where nothing may ride: a forward of the stream's own, after some decode steps.
+    for _ in range(20):
+        built = step(busy, Build(takes=is_increment))
+        assert not built.settings.get("mixed")
+        if built.increments():
+            break
+    assert built.increments() == [1024] and busy.flashmoa.steps_without_streams == 0
+
+
 def test_a_chunked_prompt_takes_a_place() -> None:
     busy = engine(decoding=2, a=5)
     busy.max_running_requests = 3

@@ -46,7 +46,7 @@ def streamer(scheduler: FakeScheduler) -> Streamer:
 
 
 def prefill(output: int = 0, **mark: Any) -> Any:
-    """Make a request of the plugin's own."""
+    """Make a request with a mark."""
     req = request(10, output)
     req.flashmoa.mark, req.return_logprob = RequestMark(**mark), False
     return req
@@ -104,9 +104,11 @@ def test_answers_without_text_skip_the_detokenizer(
     scheduler: FakeScheduler, streamer: Streamer
 ) -> None:
     direct = scheduler.flashmoa.tokenizer_channel
-    chat, silent, final = request(20, 5), prefill(), prefill(stream="a", final=True)
-    assert streamer.send(chat, silent, final) == [
-        ([chat, final], False, "detokenizer"),
+    chat, silent, final = request(20, 5), prefill(own=True), prefill(stream="a", final=True)
+    # A client's request, of which the plugin only knows more.
+    hinted = prefill(expected_output=5)
+    assert streamer.send(chat, silent, final, hinted) == [
+        ([chat, final, hinted], False, "detokenizer"),
         ([silent], False, direct),
     ]
     # A scored prompt is answered with log-probabilities.
@@ -115,10 +117,11 @@ def test_answers_without_text_skip_the_detokenizer(
     # SGLang may have something else to send, without requests.
     assert streamer.send() == [([], False, "detokenizer")]
     # A pair's prefill engine samples a token.
-    sampled = prefill(output=1)
+    sampled, hinted = prefill(output=1, own=True), prefill(output=1, expected_output=5)
     assert streamer.send(sampled)[0][2] == "detokenizer"
     scheduler.flashmoa.role = "prefill"
     assert streamer.send(sampled)[0][2] == direct
+    assert streamer.send(hinted)[0][2] == "detokenizer"
     sampled.return_logprob = True
     assert streamer.send(sampled, logprob=True)[0][2] == "detokenizer"
 

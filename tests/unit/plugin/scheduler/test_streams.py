@@ -98,6 +98,13 @@ def test_an_ended_stream_is_forgotten(scheduler: FakeScheduler) -> None:
     assert [one.rid for one in scheduler.sent] == ["open-a", "open-a"]
 
 
+def test_streams_that_were_never_prefilled_leave_nothing(busy: FakeScheduler) -> None:
+    for tokens in (0, 100):
+        busy.open_stream("a", tokens)
+        busy.streams.end("a")
+        assert not busy.streams._new
+
+
 def test_a_refused_final_request_frees_its_stream(scheduler: FakeScheduler) -> None:
     scheduler.open_stream("a", 100)
     scheduler.streams.claim("a")

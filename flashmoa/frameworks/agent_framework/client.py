@@ -18,6 +18,7 @@ from agent_framework import (
     Message,
     ResponseStream,
     UsageDetails,
+    normalize_tools,
 )
 from agent_framework.openai import OpenAIChatCompletionClient
 from agent_framework_orchestrations import AgentBasedGroupChatOrchestrator, MagenticOrchestrator
@@ -261,7 +262,7 @@ def agent_of(executor: Executor) -> object | None:
 
 
 def _function_tools(options: Mapping[str, Any]) -> list[FunctionTool]:
-    tools = options.get("tools") or ()
+    tools = normalize_tools(options.get("tools"))
     return [tool for tool in tools if isinstance(tool, FunctionTool)]
 
 

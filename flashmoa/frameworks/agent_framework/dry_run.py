@@ -26,6 +26,7 @@ from agent_framework import (
     Executor,
     FunctionalWorkflow,
     FunctionalWorkflowAgent,
+    FunctionTool,
     InMemoryHistoryProvider,
     InProcRunnerContext,
     Message,
@@ -86,6 +87,8 @@ _WITH_USER_CODE = ("_CallbackAggregator", "FunctionExecutor")
 # A request and its text depend on methods of the client and the agent whose names begin so.
 # Releases of the framework add such methods.
 _CLIENT_METHODS = ("get_response", "_inner_", "_prepare_", "_build_", "_parse_")
+_TOOL_METHODS = ("to_json_schema_spec", "parameters")
+_STOCK_TOOL_METHODS = tuple(getattr(FunctionTool, name) for name in _TOOL_METHODS)
 _AGENT_METHODS = (
     "run",
     "create_session",
@@ -369,6 +372,10 @@ def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, A
     for name in _find_own_code(client, FlashMoAChatClient, _CLIENT_METHODS):
         return f"{type(client).__name__}.{name}, which its client has, is not FlashMoA's own"
     options: Mapping[str, Any] = arguments.get("options") or {}
+    for tool in normalize_tools(options.get("tools")):
+        own = (getattr(type(tool), name, None) for name in _TOOL_METHODS)
+        if isinstance(tool, FunctionTool) and tuple(own) != _STOCK_TOOL_METHODS:
+            return f"its tool's {type(tool).__name__} describes itself by code of your own"
     if options.get("store") or options.get("conversation_id"):
         return _HISTORY_ELSEWHERE
     if client.chat_middleware:

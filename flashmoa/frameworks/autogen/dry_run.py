@@ -300,7 +300,7 @@ def summary_dry_run(
             require_stock_message(message)
 
     async def run(future: Sequence[BaseChatMessage]) -> ChatRequest:
-        shadow: Any = copy.copy(agent)
+        shadow = _copy_with_containers(agent)
         shadow._model_client = client
         # Earlier messages go to the inner team only, never into the prompt of the summary.
         shadow._model_context = UnboundedChatCompletionContext()
@@ -333,20 +333,24 @@ def _memory_alternatives(agent: Any) -> list[Any]:
 
 def _make_shadow(agent: Any, client: CapturingClient, memory: Any) -> Any:
     """Return a copy of an agent whose turn does not change the agent."""
-    shadow: Any = copy.copy(agent)
+    shadow = _copy_with_containers(agent)
     if isinstance(agent, MessageFilterAgent):
         shadow._wrapped_agent = _make_shadow(agent._wrapped_agent, client, memory)
         return shadow
     shadow._model_client = client
-    if is_stock(agent, AssistantAgent):
-        shadow._model_context = clone_context(agent._model_context)
-        shadow._memory = memory
-        return shadow
-    # The attributes of user-defined classes are unknown: copy all containers.
     for name, value in list(cast("dict[str, Any]", vars(shadow)).items()):
         if isinstance(value, ChatCompletionContext):
             setattr(shadow, name, clone_context(value))
-        elif isinstance(value, list | dict | set):
+    if is_stock(agent, AssistantAgent):
+        shadow._memory = memory
+    return shadow
+
+
+def _copy_with_containers(agent: Any) -> Any:
+    """Copy an agent, and its containers: the attributes of user-defined classes are unknown."""
+    shadow = copy.copy(agent)
+    for name, value in list(cast("dict[str, Any]", vars(shadow)).items()):
+        if isinstance(value, list | dict | set):
             setattr(shadow, name, copy.copy(cast("Any", value)))
     return shadow
 

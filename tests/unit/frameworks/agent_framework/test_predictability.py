@@ -10,6 +10,7 @@ from agent_framework import (
     AgentExecutorResponse,
     ChatContext,
     ChatMiddleware,
+    FunctionTool,
     InMemoryHistoryProvider,
     MCPStdioTool,
     Message,
@@ -25,6 +26,7 @@ from tests.unit.frameworks.agent_framework import fakes
 from tests.unit.frameworks.agent_framework.fakes import (
     FakeEngine,
     agent,
+    call_tool,
     chain,
     make_client,
     run_linked,
@@ -63,6 +65,21 @@ def compacting(client: FlashMoAChatClient) -> Any:
     return agent(client, "b", compaction_strategy=compacted())
 
 
+def look(place: str) -> str:
+    return place
+
+
+class Own(FunctionTool):
+    """Describes itself as the framework does, which nobody but its author knows."""
+
+    def to_json_schema_spec(self) -> dict[str, Any]:
+        return super().to_json_schema_spec()
+
+
+def with_own_tool(client: FlashMoAChatClient) -> Any:
+    return agent(client, "b", tools=[Own(name="look", description="Looks.", func=look)])
+
+
 def with_another_run(client: FlashMoAChatClient) -> Any:
     changed = agent(client, "b")
     original: Any = changed.run
@@ -80,6 +97,7 @@ def with_another_run(client: FlashMoAChatClient) -> Any:
         (with_middleware, "its client has middleware"),
         (of_a_compacting_client, "it has a compaction strategy"),
         (compacting, "it has a compaction strategy"),
+        (with_own_tool, "its tool's Own describes itself by code of your own"),
         (with_another_run, "it is a Agent, not a stock Agent"),
     ],
 )
@@ -292,3 +310,11 @@ async def test_executors_of_the_framework_are_not_user_code() -> None:
     )
     assert await run_linked(chat.build()) == []
     assert fake.statuses == [None, "hit"]
+
+
+async def test_a_tool_may_be_given_without_a_list() -> None:
+    client, _ = make_client(lambda _: call_tool("look", place="lake"))
+    client.function_invocation_configuration["enabled"] = False
+    tools = Own(name="look", description="Looks.", func=look)
+    answer = await client.get_response([Message("user", ["Go."])], options={"tools": tools})
+    assert answer.messages[0].contents[0].name == "look"

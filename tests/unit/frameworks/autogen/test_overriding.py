@@ -299,6 +299,43 @@ async def test_code_of_included_agents_is_run_ahead(
     assert not linked.declined
 
 
+class _Counts(BaseChatAgent):
+    turns: list[int]
+
+    async def on_messages_stream(self, messages: Any, cancellation_token: Any) -> Any:
+        self.turns.append(len(messages))
+        async for item in super().on_messages_stream(messages, cancellation_token):
+            yield item
+
+
+class Filtered(_Counts, MessageFilterAgent): ...
+
+
+class Minds(_Counts, SocietyOfMindAgent): ...
+
+
+@pytest.mark.parametrize("kind", [Filtered, Minds])
+async def test_included_agents_keep_their_own_lists(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Any]
+) -> None:
+    kept: list[list[int]] = []
+
+    def build(client: Client, _count_run: CountRun) -> BaseGroupChat:
+        inner, team = agent(client, "two"), _three(client, agent(client, "in"), turns=2)
+        second = (
+            Filtered("two", inner, MessageFilterConfig(per_source=[]))
+            if kind is Filtered
+            else Minds("two", team=team, model_client=client)
+        )
+        second.turns = []
+        kept.append(second.turns)
+        return _three(client, second, turns=3)
+
+    await run_team(monkeypatch, build, linked=False)
+    await run_team(monkeypatch, build, True, "two")
+    assert kept[0] == kept[1] != []
+
+
 class WithSerializer(BaseModel):
     city: str
 

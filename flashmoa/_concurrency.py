@@ -86,11 +86,17 @@ class TaskHost:
         for task in group_tasks:
             task.cancel()
         # Releasing something takes at most 0.3 s.
-        with anyio.move_on_after(5.0, shield=True):
-            if group_tasks:
-                await asyncio.wait(group_tasks)
-            while self._cleanups:
-                await asyncio.wait(set(self._cleanups))
+        ends_at, cancellation = anyio.current_time() + 5.0, None
+        while tasks := [task for task in (*group_tasks, *self._cleanups) if not task.done()]:
+            if (left := ends_at - anyio.current_time()) <= 0:
+                break
+            try:
+                with anyio.CancelScope(shield=True):
+                    await asyncio.wait(tasks, timeout=left)
+            except asyncio.CancelledError as error:
+                cancellation = error  # By asyncio, from which anyio's scopes shield nothing.
+        if cancellation is not None:
+            raise cancellation
 
     async def _run_group(self, first: Work) -> None:
         async with anyio.create_task_group() as group:

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 from weakref import WeakValueDictionary
@@ -277,7 +278,7 @@ class Workflow(Reported):
         pending = self._make_pending(messages, name, on_failure or self._settings.policy(name))
         with setting(request_headers, self._session.headers(name)):
             engine = engine or self._engine
-            self._link(pending, engine, {**(namespace or engine.namespace), **fields})
+            self._link(pending, engine, {**(namespace or engine.namespace), **deepcopy(fields)})
         self._expected.append(pending)
         return pending
 
@@ -287,7 +288,8 @@ class Workflow(Reported):
 
     def _make_pending(self, messages: Messages, name: str, on_failure: OnFailure) -> Pending:
         try:
-            copies = [*map(dict, messages)]
+            # The program may change them while they wait for texts.
+            copies = deepcopy([*map(dict, messages)])
         except (TypeError, ValueError):
             expected = '[{"role": ..., "content": ...}, ...]'
             raise TypeError(f"messages are {expected}, not {messages!r:.100}") from None
@@ -426,7 +428,7 @@ def _check(
             f"ask() has no parameter {unknown[0]!r}; functions go into tools, and headers and "
             "timeouts to the EngineClient"
         )
-    merged = {**parameters, **extra_body}
+    merged = deepcopy({**parameters, **extra_body})
     if taken := sorted(extra_body.keys() & _OWN):
         raise TypeError(f"extra_body cannot have {taken[0]!r}, which ask() itself sends")
     if (merged.get("n") or 1) != 1:

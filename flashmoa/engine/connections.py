@@ -7,6 +7,7 @@ import os
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from functools import cache
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -49,6 +50,17 @@ def self_hosted_url(base_url: str | None) -> str:
     The default is ``OPENAI_BASE_URL`` in the environment, and then SGLang's default address.
     """
     return engine_url(base_url or os.environ.get("OPENAI_BASE_URL") or _LOCAL)
+
+
+def self_hosted_key(api_key: Any, base_url: object) -> Any:
+    """Return the API key for the engine at ``base_url``; engines without keys take any.
+
+    The default is ``OPENAI_API_KEY`` in the environment, but only for the environment's URL: a key
+    of another service must not reach an engine.
+    """
+    is_by_environment = not base_url and os.environ.get("OPENAI_BASE_URL")
+    own = os.environ.get("OPENAI_API_KEY") if is_by_environment else None
+    return api_key or own or "EMPTY"
 
 
 def make_http_client(

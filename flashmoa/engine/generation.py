@@ -143,10 +143,15 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
 
 
 def _make_event_error(error: Any) -> errors.RequestRefused:
-    """Return an event's error. In some engines it is a text, or its code is a word."""
+    """Return an event's error. In some engines it is a text, or its code is a word.
+
+    An engine that has begun to answer has read the request: by itself, an error is the engine's.
+    """
     fields = cast("dict[str, Any]", error if isinstance(error, dict) else {"message": error})
     code = str(fields.get("code"))
-    status = int(code) if code.isascii() and code.isdigit() else 400
+    status = int(code) if code.isascii() and code.isdigit() else 500
+    if {"invalid_request_error", "context_length_exceeded"} & {code, str(fields.get("type"))}:
+        status = 400
     return errors.RequestRefused(str(fields.get("message", fields)), status, "generation")
 
 

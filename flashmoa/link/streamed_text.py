@@ -30,6 +30,8 @@ _MARK = re.compile("\u27e6([^\u27e6\u27e7]*):([0-9a-f]{16})\u27e7")
 _OF_PROCESS = secrets.token_hex(4)
 _NUMBERS = itertools.count()
 _TOKEN = re.compile(f"{_OF_PROCESS}[0-9a-f]{{8}}", re.IGNORECASE)
+# So does the beginning of a token at the end of a string, which limits the length of a prompt.
+_CUT = re.compile(f"\u27e6[^\u27e6\u27e7]*:{_OF_PROCESS[:4]}[0-9a-f]*$")
 _NO_STRING = "it is no string, since it may be incomplete; await it, and use the string"
 # All texts of this process that are in use, by token.
 _TEXTS: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
@@ -373,7 +375,8 @@ def find_texts(value: Any, texts: Mapping[str, StreamedText]) -> list[StreamedTe
                 "a string; keep what ask() or text() returned, or await it and use the string"
             )
     for string in _strings(value):
-        if changed := _TOKEN.search(_MARK.sub("", string)):
+        rest = _MARK.sub("", string)
+        if changed := _TOKEN.search(rest) or _CUT.search(rest):
             text = _TEXTS.get(changed.group().lower())
             raise ValueError(
                 f"{text.name if text else 'a text'!r} was changed before it was complete: the mark "

@@ -93,7 +93,7 @@ class FinalAnswer:
         ends = ("stop", "stop_regex", "stop_token_ids")
         is_ended = reason == "stop" and any(map(self.sampling.get, ends))
         is_cut = reason == "length" and token_limit(self.sampling) is not None
-        if not (agent.written.strip() or is_ended or is_cut or agent.tool_calls):
+        if not (self.text.written.strip() or is_ended or is_cut or agent.tool_calls):
             agent.error = BadAnswer("it answered nothing")
             raise agent.error
 

@@ -13,7 +13,7 @@ with from_extra("openai", __name__, "OpenAI's client"):
     import openai
 
 from flashmoa.engine import EngineSettings
-from flashmoa.engine.connections import self_hosted_url
+from flashmoa.engine.connections import self_hosted_key, self_hosted_url
 from flashmoa.openai.http import observe_completions, stop_observing
 from flashmoa.openai.runs import agent, current_finder, run
 from flashmoa.openai.sent_requests import linked_clients, settings_by_http
@@ -45,7 +45,7 @@ class _SelfHosted:
         # A copy of a client gets the URL as an object of the HTTP library.
         url = f"{self_hosted_url(str(base_url) if base_url is not None else None)}/v1"
         stock: Any = super()  # OpenAI's class of the same name.
-        stock.__init__(base_url=url, api_key=api_key or "EMPTY", **kwargs)
+        stock.__init__(base_url=url, api_key=self_hosted_key(api_key, base_url), **kwargs)
         instrument(self, engine_settings)
 
 
@@ -58,7 +58,8 @@ class AsyncOpenAI(_SelfHosted, openai.AsyncOpenAI):
 
     Args:
         base_url: the engine's URL, with or without ``/v1``.
-        api_key: the key that the engine was started with, if any.
+        api_key: the key that the engine was started with, if any; by default ``OPENAI_API_KEY`` of
+            the environment, if the URL is the environment's, too.
         engine_settings: how links use the engine.
         **kwargs: see the stock client.
     """

@@ -128,13 +128,19 @@ async def _send_observed(
             _tell(observer.on_named, call_id)
         stack.enter_context(_adding(headers, request))
         response = await client.send(request, **options)
-    # A hook of the HTTP client may have read a stream already.
-    if options.get("stream") and not response.is_closed:
-        response.stream = client.watch(response, PassingAnswer(response, observer, on_text, kind))
-        observer.on_response(partial(client.close, response))
-    else:
-        reader = kind(is_stream=is_event_stream(response))
-        _report_whole(response, response.content, observer, reader)
+    try:
+        # A hook of the HTTP client may have read a stream already.
+        if options.get("stream") and not response.is_closed:
+            answer = PassingAnswer(response, observer, on_text, kind)
+            response.stream = client.watch(response, answer)
+            observer.on_response(partial(client.close, response))
+        else:
+            reader = kind(is_stream=is_event_stream(response))
+            _report_whole(response, response.content, observer, reader)
+    except Exception as problem:
+        # The server has answered: OpenAI's client would ask it again.
+        logger.exception("An observer of a call failed; the call goes on")
+        _tell(observer.on_failure, problem)
     return response
 
 
@@ -204,7 +210,8 @@ def _contained(on_text: OnText) -> OnText:
 
 def http_module(request: Request) -> Any:
     """Return the module of a request or response: httpx or httpx2."""
-    return sys.modules[type(request).__module__.partition(".")[0]]
+    names = (kind.__module__.partition(".")[0] for kind in type(request).__mro__)
+    return sys.modules[next(name for name in names if name in ("httpx", "httpx2"))]
 
 
 class ObservedIO:

@@ -26,7 +26,7 @@ from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._stack import owners
 from flashmoa.engine import EngineSettings
-from flashmoa.engine.connections import self_hosted_url
+from flashmoa.engine.connections import self_hosted_key, self_hosted_url
 from flashmoa.frameworks import (
     CallRequest,
     CallResult,
@@ -103,18 +103,18 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
                 "async_client cannot be given to FlashMoAChatClient, whose links must go to the "
                 "same server as its requests; give base_url, api_key and default_headers instead"
             )
-        url = self_hosted_url(base_url)
+        url, key = self_hosted_url(base_url), self_hosted_key(api_key, base_url)
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - its credentials of Azure
             model,
             base_url=f"{url}/v1",
-            api_key=api_key or "EMPTY",
+            api_key=key,
             default_headers=default_headers,
             **kwargs,
         )
         observe_completions(cast("Any", self.client)._client, current_attempts)
         self.engine = EngineClient(
             url,
-            api_key=api_key,
+            api_key=None if key == "EMPTY" else key,
             headers=default_headers,
             model=self.model,
             engine_settings=engine_settings,

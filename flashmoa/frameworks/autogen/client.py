@@ -21,7 +21,7 @@ from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigMode
 from pydantic import BaseModel, SecretStr
 
 from flashmoa.engine import EngineClient, EngineSettings, kv_namespace
-from flashmoa.engine.connections import self_hosted_url, verification
+from flashmoa.engine.connections import self_hosted_key, self_hosted_url, verification
 from flashmoa.engine.plain import Models
 from flashmoa.engine.refusals import Answer, bad_answer, read_answer, translate_errors
 from flashmoa.engine.wire import PromptTokens
@@ -109,9 +109,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 "the served model"
             )
         url = self_hosted_url(kwargs.get("base_url"))
+        kwargs["api_key"] = self_hosted_key(kwargs.get("api_key"), kwargs.get("base_url"))
         kwargs["base_url"] = f"{url}/v1"
-        if not kwargs.get("api_key"):
-            kwargs["api_key"] = "EMPTY"
         headers = {"Authorization": f"Bearer {kwargs['api_key']}"}
         headers |= kwargs.get("default_headers") or {}
         self._synchronous = SynchronousEngine(url, headers)

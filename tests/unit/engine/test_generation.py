@@ -115,7 +115,10 @@ async def events_of(event: str) -> list[dict[str, Any]]:
     [
         ('{"error": {"message": "too long", "code": "context_length_exceeded"}}', 400, "too long"),
         ('{"error": {"message": "busy", "code": 503}}', 503, "busy"),
-        ('{"error": "out of memory"}', 400, "out of memory"),
+        ('{"error": {"message": "bad", "type": "invalid_request_error"}}', 400, "bad"),
+        # An engine that has begun to answer had no fault to find with the request.
+        ('{"error": "out of memory"}', 500, "out of memory"),
+        ('{"error": {"message": "lost", "type": "server_error", "code": null}}', 500, "lost"),
     ],
 )
 async def test_an_error_in_a_stream_has_many_forms(event: str, status: int, text: str) -> None:

@@ -120,6 +120,9 @@ async def test_irreplaceable_text_is_refused(flow: Workflow) -> None:
         for change in (str.upper, quote, json.dumps, lambda mark: mark[1:], lambda mark: mark[:-1]):
             with pytest.raises(ValueError, match="'draft' was changed before it was complete"):
                 flow.ask(user(f"{change(f'{draft}')}"))
+        for end in (-3, -9, -13):
+            with pytest.raises(ValueError, match="'a text' was changed before it was complete"):
+                flow.ask(user(f"Read {draft}"[:end]))
         with pytest.raises(ValueError, match="'draft' is in a parameter"):
             flow.ask(user("Read."), tools=[{"function": {"description": f"Reads {draft}"}}])
         # A text of a user may look like a mark.
@@ -150,7 +153,8 @@ async def test_names_of_texts_differ(flow: Workflow) -> None:
     assert names == ["a", "a-2", "a-3", "a-4", "b"]
 
 
-async def test_tasks_end_before_a_cancelled_close() -> None:
+@pytest.mark.parametrize("by", ["anyio", "asyncio"])
+async def test_tasks_end_before_a_cancelled_close(by: str) -> None:
     """To release streams, tasks need connections that their owner closes next."""
     host, ended = TaskHost("failed"), anyio.Event()
 
@@ -164,9 +168,16 @@ async def test_tasks_end_before_a_cancelled_close() -> None:
 
     host.start(work)
     await anyio.wait_all_tasks_blocked()
-    with anyio.CancelScope() as scope:
-        scope.cancel()
-        await host.close()
+    if by == "anyio":
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await host.close()
+    else:
+        closing = asyncio.ensure_future(host.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
     assert ended.is_set()
 
 
@@ -248,6 +259,15 @@ async def test_messages_may_come_one_by_one(flow: Workflow, engine: Engine) -> N
     messages: Any = iter(user(f"Shorten: {draft}"))
     await flow.ask(messages)
     assert engine.contents == ["Draft.", f"Shorten: {await draft}"]
+
+
+async def test_a_request_stays_as_it_was_asked(flow: Workflow, engine: Engine) -> None:
+    parts, stop = [{"type": "text", "text": "first"}], ["A"]
+    asked = flow.ask(user(parts), stop=stop)
+    parts[0]["text"] = stop[0] = "changed"
+    await asked
+    assert engine.contents == [[{"type": "text", "text": "first"}]]
+    assert engine.bodies == [{"stop": ["A"]}]
 
 
 async def test_extra_body_is_part_of_the_body(flow: Workflow, engine: Engine) -> None:

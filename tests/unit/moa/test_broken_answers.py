@@ -28,6 +28,7 @@ SCRIPTS: dict[str, Script] = {
     "cut": ["It ", ("end", "cut")],
     "empty": [],
     "begun": ["It is ", ("end", "cut")],
+    "done": ["It is 18.", ("end", "cut")],
     "long": ["18 ", "or ", "19."],
     "blank": [" ", "\n", " ", "It is 18."],
     "without usage": ["It is ", "18.", ("end", "no usage")],
@@ -161,6 +162,14 @@ async def test_a_fallback_continues_within_max_tokens(kind: str) -> None:
         body = engine.bodies[-1]
         # Six characters are about one token.
         assert (body["messages"][-1]["content"], body["max_tokens"]) == ("It is ", 2)
+
+
+async def test_a_continuation_may_have_nothing_to_add() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        fallback = Fallback([Model(client, "empty")])
+        asked = system("mixture", Model(client, "rest"), Model(client, "done"), fallback=fallback)
+        result = await asked.answer("?")
+        assert (result.text, result.substitution.kind) == ("It is 18.", "aggregator")
 
 
 @pytest.mark.parametrize("kind", ["mixture", "staircase", "debate", "debate staircase", "some"])

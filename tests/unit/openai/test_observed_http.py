@@ -213,6 +213,35 @@ async def test_an_answer_ends_with_its_last_event(server: FakeServer) -> None:
     assert texts(events) == [TEXT]
 
 
+class OwnResponse(httpx.Response): ...
+
+
+class OwnTransport(httpx.AsyncBaseTransport):
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return OwnResponse(200, headers=EVENTS, stream=in_pieces(lines_of(chunks())).stream)
+
+
+async def test_a_response_of_another_class_is_observed(server: FakeServer) -> None:
+    http = httpx.AsyncClient(transport=OwnTransport())
+    async with observed(server, "class", http_client=http) as (client, events):
+        assert await read(client) == WORDS
+        assert texts(events) == [TEXT]
+
+
+async def test_an_answer_that_cannot_be_watched_passes(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("not this one")
+
+    monkeypatch.setattr(ObservedIO, "watch", fail)
+    async with observed(server, "unwatched") as (client, events):
+        assert await read(client) == WORDS
+        assert len(server.bodies()) == 1
+    assert "not this one" in failure(events).error
+    assert caplog.text.count("An observer of a call failed") == 1
+
+
 async def test_an_answer_read_by_a_hook_is_observed(server: FakeServer) -> None:
     async def read_whole(response: httpx.Response) -> None:
         seen.append(await response.aread())

@@ -8,18 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from autogen_core import Image
 from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
 from openai import APIConnectionError
 
+from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.errors import BadAnswer
 from flashmoa.frameworks.autogen.client import SynchronousEngine
 from flashmoa.frameworks.autogen.dry_run import CapturingClient
 from flashmoa.link.calls import CallObserver, CallRequest
 from flashmoa.link.expected import first_request
+from flashmoa.openai import OpenAI
 from tests.unit.events import warnings
 from tests.unit.openai.fake_server import TEXT, URL, serve
 
@@ -173,6 +176,28 @@ def test_the_default_url_is_the_environments(monkeypatch: pytest.MonkeyPatch) ->
     assert FlashMoAChatCompletionClient(model="gpt-4o").engine.url == "http://elsewhere:1"
     with pytest.raises(ValueError, match="give http://HOST:PORT"):
         FlashMoAChatCompletionClient(model="gpt-4o", base_url="localhost:30000")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [FlashMoAChatCompletionClient, FlashMoAChatClient, OpenAI],
+)
+def test_the_environments_key_is_for_the_environments_url(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(**given: str) -> str:
+        client = make(**({} if make is OpenAI else {"model": "gpt-4o"}), **given)
+        while not isinstance(client, openai.OpenAI | openai.AsyncOpenAI):
+            client = client.client if make is FlashMoAChatClient else client._client
+        return client.api_key
+
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    assert key() == "EMPTY"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere:1/v1")
+    assert key() == "secret"
+    assert key(api_key="own") == "own"
+    assert key(base_url="http://other:1") == "EMPTY"
 
 
 MODELS = {"data": [{"id": "other", "max_model_len": 111}, {"id": "m", "max_model_len": 9999}]}

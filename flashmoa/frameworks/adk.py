@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, wraps
 from types import SimpleNamespace
 from typing import Any, Unpack
 
@@ -33,11 +34,12 @@ with from_extra("adk", "flashmoa.adk", "Google's ADK"):
     from google.adk.plugins import BasePlugin
     from google.adk.tools import BaseTool, FunctionTool
     from google.genai import types
+    from pydantic import field_validator
 
 from flashmoa._concurrency import all_of, setting
 from flashmoa._limits import Recent
 from flashmoa.engine import EngineSettings
-from flashmoa.engine.connections import self_hosted_url
+from flashmoa.engine.connections import self_hosted_key, self_hosted_url
 from flashmoa.frameworks import (
     CallObserver,
     CallRequest,
@@ -62,6 +64,7 @@ from flashmoa.frameworks import (
 )
 from flashmoa.link.after_tools import name_calls
 from flashmoa.link.expected import Writers
+from flashmoa.link.link import log_unlinked
 from flashmoa.observe import LinkDeclined, Listener
 from flashmoa.observe.report import Reported
 from flashmoa.openai import instrument
@@ -94,6 +97,8 @@ class FlashMoALlm(OpenAILlm):
         api_key, default_headers, engine_settings: see :class:`flashmoa.EngineClient`.
         extra_body: further fields of every request, as SGLang has them.
         max_tokens: see the stock model.
+
+    Raises: ValueError if ``client`` is given.
     """
 
     api_key: str | None = None
@@ -101,12 +106,22 @@ class FlashMoALlm(OpenAILlm):
     extra_body: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     engine_settings: EngineSettings | None = None
 
+    @field_validator("client", mode="before")
+    @classmethod
+    def _refuse_client(cls, client: object) -> None:
+        if client is not None:
+            raise ValueError(
+                "client cannot be given to FlashMoALlm, whose links must go to the same server as "
+                "its requests; give base_url, api_key and default_headers instead"
+            )
+
     @cached_property
     def engine(self) -> EngineClient:
         """The engine client that links use."""
+        key = self_hosted_key(self.api_key, self.base_url)
         return EngineClient(
             self_hosted_url(self.base_url),
-            api_key=self.api_key,
+            api_key=None if key == "EMPTY" else key,
             headers=self.default_headers,
             model=self.model,
             engine_settings=self.engine_settings,
@@ -116,7 +131,7 @@ class FlashMoALlm(OpenAILlm):
     def _http_client(self) -> openai.AsyncOpenAI:
         client = openai.AsyncOpenAI(
             base_url=f"{self.engine.url}/v1",
-            api_key=self.api_key or "EMPTY",
+            api_key=self_hosted_key(self.api_key, self.base_url),
             default_headers=self.default_headers,
         )
         # The first observer of a call links it.
@@ -165,15 +180,29 @@ class FlashMoALlm(OpenAILlm):
         await all_of([self.engine.close, self._http_client.close])
 
 
+def _contained(callback: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Return a callback that logs its exceptions: ADK would end the run."""
+
+    @wraps(callback)
+    async def call(*arguments: Any, **named: Any) -> None:
+        try:
+            await callback(*arguments, **named)
+        except Exception as problem:
+            log_unlinked(problem)
+
+    return call
+
+
 class LinkPlugin(BasePlugin, Reported):
     """Links the agents of a runner: each agent's tokens stream into the prompts of later agents.
 
     Give it to the runner or the app (``plugins=[LinkPlugin()]``); prompts and answers stay the
     same. It links agents of ``SequentialAgent``, ``ParallelAgent`` and ``LoopAgent`` whose model is
     a :class:`FlashMoALlm`, also their requests after tools. These run unlinked: agents of
-    user-defined classes, agents with an instruction that is a function, with callbacks before their
-    model, with planners, code executors or toolsets, and agents after a loop or after an agent that
-    may transfer to another agent.
+    user-defined classes or with a model that overrides how requests are made, agents with an
+    instruction that is a function or reads artifacts, with callbacks before their model, with
+    planners, code executors or toolsets, and agents after a loop or after an agent that may
+    transfer to another agent.
 
     Args:
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
@@ -188,6 +217,7 @@ class LinkPlugin(BasePlugin, Reported):
         self._runs: dict[str, RunPlanner] = {}
         self._declined = Recent[tuple[str, str], None]()
 
+    @_contained
     async def before_run_callback(self, *, invocation_context: Any) -> None:
         for invocation_id, run in list(self._runs.items()):
             if invocation_id == invocation_context.invocation_id or not run.is_running:
@@ -203,26 +233,31 @@ class LinkPlugin(BasePlugin, Reported):
             planner = RunPlanner(invocation_context, self.report, self._settings)
             self._runs[invocation_context.invocation_id] = planner
 
+    @_contained
     async def before_agent_callback(self, *, agent: Any, callback_context: Any) -> None:
         if planner := self._runs.get(callback_context.invocation_id):
             planner.begin_agent(agent)
 
+    @_contained
     async def before_model_callback(self, *, callback_context: Any, llm_request: Any) -> None:
         planner = self._runs.get(callback_context.invocation_id)
         _caller.set([(planner, callback_context.agent_name)] if planner is not None else [])
 
+    @_contained
     async def after_tool_callback(
         self, *, tool: Any, tool_args: Any, tool_context: Any, result: Any
     ) -> None:
         if planner := self._runs.get(tool_context.invocation_id):
             planner.end_tool(tool_context.agent_name, tool_context.function_call_id, result)
 
+    @_contained
     async def after_agent_callback(self, *, agent: Any, callback_context: Any) -> None:
         if planner := self._runs.get(callback_context.invocation_id):
             planner.end_agent(agent)
             if agent is planner.root:  # There is no other callback if a run is cancelled.
                 await self._end(callback_context.invocation_id)
 
+    @_contained
     async def after_run_callback(self, *, invocation_context: Any, error: Any = None) -> None:
         await self._end(invocation_context.invocation_id)
 
@@ -247,8 +282,10 @@ class LinkPlugin(BasePlugin, Reported):
     async def _end(self, invocation_id: str) -> None:
         planner = self._runs.pop(invocation_id, None)
         if planner is not None:
-            planner.end_all("unused")
-            await planner.host.close()
+            try:
+                planner.end_all("unused")
+            finally:
+                await planner.host.close()
 
 
 class RunPlanner(LinkPlanner):
@@ -284,7 +321,8 @@ class RunPlanner(LinkPlanner):
     def begin_agent(self, agent: Any) -> None:
         """Note that an agent begins. If it had ended, another pass of its loop begins."""
         if agent.name in self._ended:
-            again = {each.name for each in agent.parent_agent.sub_agents}
+            parent = agent.parent_agent  # None if an agent of another class keeps it for itself.
+            again = {each.name for each in (parent.sub_agents if parent else [agent])}
             self._begun -= again
             self._ended -= again
         self._begun.add(agent.name)
@@ -380,11 +418,11 @@ class RunPlanner(LinkPlanner):
             if after is not None and type(first) is LlmAgent and first.name in self._ended:
                 turns.append(Turn(first.name, after, sure=False))  # In another pass of the loop.
             return None
-        if type(agent) is not LlmAgent:
-            return None
-        if agent.name not in self._begun:
+        if isinstance(agent, LlmAgent) and agent.name not in self._begun:
             turns.append(Turn(agent.name, before))
-        return None if agent.sub_agents else (*before, frozenset([agent.name]))
+        if type(agent) is not LlmAgent or agent.sub_agents:
+            return None
+        return (*before, frozenset([agent.name]))
 
     async def expect(self, turn: Turn) -> ExpectedRequest:
         agent = self.root.find_agent(turn.agent)
@@ -414,10 +452,23 @@ class RunPlanner(LinkPlanner):
 
     def _why_unknown(self, agent: Any) -> str | None:
         """Return why predicting an agent's prompt would run code that is not ADK's."""
-        if not isinstance(agent.canonical_model, FlashMoALlm):
+        if agent is None:
+            return "its team has no agent of this name"
+        if type(agent) is not LlmAgent:
+            return f"it is a {type(agent).__name__}, not a stock LlmAgent"
+        model = agent.canonical_model
+        if not isinstance(model, FlashMoALlm):
             return "its model is no FlashMoALlm"
-        found = [name for name in _UNKNOWN if getattr(agent, name)]
-        found += ["instruction, which is a function"] * callable(agent.instruction)
+        kind, stock = type(model), FlashMoALlm
+        # A dry run calls these.
+        used = ("generate_content_async", "create", "_openai_client", "engine", "capabilities")
+        own = [each for each in used if getattr(kind, each, None) != getattr(stock, each, None)]
+        found = [f"{kind.__name__}.{name}" for name in own]
+        found += [name for name in _UNKNOWN if getattr(agent, name)]
+        guides = [agent.instruction, getattr(agent.root_agent, "global_instruction", "")]
+        found += ["instruction, which is a function"] * any(map(callable, guides))
+        texts = "\n".join(guide for guide in guides if isinstance(guide, str))
+        found += ["artifact service"] * bool(re.search(r"\{\s*artifact\.", texts))
         tools = [each for each in agent.tools if not callable(each) or isinstance(each, BaseTool)]
         kinds = (type(each) for each in tools)
         found += [f"tool of class {kind.__name__}" for kind in kinds if kind is not FunctionTool]

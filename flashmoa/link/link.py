@@ -63,6 +63,12 @@ def kind_of(problem: BaseException) -> str:
     return f"{type(problem).__name__} {getattr(problem, 'code', '')}"
 
 
+def log_unlinked(problem: Exception) -> None:
+    """Log an error of FlashMoA itself that costs links only; each kind is shown once."""
+    level = level_once("", kind_of(problem), logging.ERROR)
+    logger.log(level, "A call runs unlinked because of the error below", exc_info=problem)
+
+
 def report_no_link(agent: str, engine_url: str, problem: Exception, listener: Listener) -> None:
     """Log and report that an agent has no link this time, since its engine has a problem."""
     level = level_once(engine_url, kind_of(problem))

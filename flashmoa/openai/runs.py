@@ -37,10 +37,9 @@ from flashmoa.link import remembered_runs
 from flashmoa.link.calls import CallObserver, CallResult
 from flashmoa.link.learned_links import LearnedLinkPlanner, SentInPlace
 from flashmoa.link.learned_runs import MAX_PROGRAMS, Program, RecordedRequest
-from flashmoa.link.link import kind_of
+from flashmoa.link.link import log_unlinked
 from flashmoa.link.options import LinkOptions, LinkSettings
 from flashmoa.link.prompt import NotForecastable
-from flashmoa.link.prompt_feed import level_once
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace
 from flashmoa.openai.http import FindObserver, Request
@@ -327,7 +326,7 @@ class Run:
             return begin() if is_here else self._observe_from_thread(begin)
         except Exception as problem:
             # Whatever is wrong with a link, the request must be sent.
-            _log_unlinked(problem)
+            log_unlinked(problem)
             return None
 
     async def close(self, *, learn: bool) -> None:
@@ -456,7 +455,7 @@ class _CallOfThread(CallObserver):
             self.headers = observer.headers
             self.channel = observer.channel
         except Exception as problem:
-            _log_unlinked(problem)
+            log_unlinked(problem)
         finally:
             self.has_begun.set()
 
@@ -466,14 +465,9 @@ class _CallOfThread(CallObserver):
                 try:
                     getattr(self._observer, method)(*news)
                 except Exception as problem:
-                    _log_unlinked(problem)
+                    log_unlinked(problem)
 
         self._pass_on(tell)
-
-
-def _log_unlinked(problem: Exception) -> None:
-    level = level_once("", kind_of(problem), logging.ERROR)
-    logger.log(level, "A call runs unlinked because of the error below", exc_info=problem)
 
 
 def current_finder() -> FindObserver | None:

@@ -1,4 +1,4 @@
-"""Test the adapter for Google ADK on real engines."""
+"""Test the adapter for Google ADK, mostly on real engines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from itertools import pairwise
 from typing import Any
 
 import anyio
+import httpx
+import httpx2
+import openai
 import pytest
-from google.adk.agents import LlmAgent, LoopAgent, ParallelAgent, RunConfig, SequentialAgent
+from google.adk.agents import (
+    BaseAgent,
+    LlmAgent,
+    LoopAgent,
+    ParallelAgent,
+    RunConfig,
+    SequentialAgent,
+)
 from google.adk.agents.run_config import StreamingMode
+from google.adk.artifacts import InMemoryArtifactService
 from google.adk.integrations.openai import OpenAILlm
 from google.adk.planners import BuiltInPlanner
 from google.adk.runners import InMemoryRunner
@@ -23,15 +34,17 @@ from google.genai import types
 from flashmoa._concurrency import all_of
 from flashmoa.adk import FlashMoALlm, LinkPlugin
 from flashmoa.engine import EngineClient
+from flashmoa.frameworks.adk import RunPlanner
 from flashmoa.frameworks.conformance import check_adapter, status
 from flashmoa.link.link import Link
-from flashmoa.observe import Event, LinkOpened, Listener
+from flashmoa.observe import Event, LinkDeclined, LinkOpened, Listener
 from flashmoa.observe.calls import calls
 from flashmoa.observe.events import FIRST
 from flashmoa.openai import run
 from tests.frameworks.conftest import URLS
 from tests.integration.openai.programs import TASK, Clients, closed, play_linked, statuses
 from tests.integration.scripted import call_until, script
+from tests.unit.openai.fake_server import TEXT, URL, FakeServer, serve, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -353,6 +366,143 @@ async def test_a_graph_is_linked_by_what_it_sent_the_last_time(
     assert await play_linked("graph", play, events) == unlinked
     assert len(statuses(events)) == 3 and "hit" in statuses(events)
     assert "unlinked" not in caplog.text
+
+
+RAN: list[str] = []  # The code of users that has run, by the agent's or the file's name.
+
+
+class CountingModel(FlashMoALlm):
+    async def generate_content_async(self, *args: Any, **named: Any) -> AsyncGenerator[Any]:
+        RAN.append(self.model)
+        async for response in super().generate_content_async(*args, **named):
+            yield response
+
+
+class CountingAgent(LlmAgent):
+    async def canonical_instruction(self, ctx: Any) -> tuple[str, bool]:
+        RAN.append(self.name)
+        return await super().canonical_instruction(ctx)
+
+
+class CountingArtifacts(InMemoryArtifactService):
+    async def load_artifact(self, *, filename: str, **place: Any) -> types.Part:
+        RAN.append(filename)
+        return types.Part(text="Notes.")
+
+
+class Polisher(BaseAgent):
+    """Asks an agent of its own several times; ADK calls that a custom agent."""
+
+    helper: LlmAgent
+
+    async def _run_async_impl(self, ctx: Any) -> AsyncGenerator[Any]:
+        for _ in range(2):
+            async for event in self.helper.run_async(ctx):
+                yield event
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    async def handle(_: object, request: Any) -> Any:
+        content = await request.aread()
+        answer = server.answer(httpx.Request(request.method, f"{request.url}", content=content))
+        return httpx2.Response(answer.status_code, json=answer.json())
+
+    server = serve(monkeypatch)
+    # OpenAI's client 3 is built on it.
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", handle)
+    return server
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "instruction", "reason"),
+    [
+        (
+            LlmAgent,
+            CountingModel,
+            "Write.",
+            "predicting its prompt would run its CountingModel.gen",
+        ),
+        (CountingAgent, FlashMoALlm, "Write.", "it is a CountingAgent, not a stock LlmAgent"),
+        (LlmAgent, FlashMoALlm, "{ artifact.a?}", "predicting its prompt would run its artifact s"),
+    ],
+    ids=["model", "agent", "artifact"],
+)
+async def test_classes_and_services_of_the_users_are_not_run_for_a_forecast(
+    kind: type[LlmAgent],
+    model: type[FlashMoALlm],
+    instruction: str,
+    reason: str,
+    server: FakeServer,
+) -> None:
+    RAN.clear()
+    events: list[Event] = []
+
+    def found() -> dict[str, str]:
+        """Return the reason of each agent that was considered; it is empty for a link."""
+        seen = [event for event in events if isinstance(event, LinkDeclined | LinkOpened)]
+        return {event.agent: getattr(event, "reason", "") for event in seen}
+
+    async def look() -> str:
+        """Look."""
+        await until(lambda: {*found()} >= {"one", "two"})
+        return "A fine place."
+
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    server.chat = lambda body: (
+        whole(message=answer) if "tools" in body and len(body["messages"]) == 2 else whole()
+    )
+    stock, own = FlashMoALlm(model="m", base_url=URL), model(model="m", base_url=URL)
+    # Of the first agent, the request after its tool is considered; of the second, the only one.
+    one = kind(name="one", model=own, instruction=instruction, tools=[look])
+    writer = LlmAgent(name="writer", model=stock, instruction="Write.", tools=[look])
+    two = kind(name="two", model=own, instruction=instruction)
+    rest = SequentialAgent(name="rest", sub_agents=[writer, two])
+    team = ParallelAgent(name="root", sub_agents=[one, rest])
+    async with InMemoryRunner(agent=team, plugins=[LinkPlugin(listener=events.append)]) as runner:
+        runner.artifact_service = CountingArtifacts()
+        await _read(await begin(runner))
+    await all_of([stock.close, own.close])
+    assert len(RAN) == 3 and len(server.bodies()) == 5
+    assert all(found()[name].startswith(reason) for name in ("one", "two"))
+
+
+async def test_an_agent_outside_the_tree_may_run_again(server: FakeServer) -> None:
+    model, plugin = FlashMoALlm(model="m", base_url=URL), LinkPlugin()
+    first, helper = agent("first", model, ""), agent("helper", model, "")
+    team = SequentialAgent(name="root", sub_agents=[first, Polisher(name="own", helper=helper)])
+    async with InMemoryRunner(agent=team, plugins=[plugin]) as runner:
+        shown = [event.author async for event in await begin(runner)]
+    await model.close()
+    assert shown == ["first", "helper", "helper"] == [call.agent for call in plugin.report.calls]
+
+
+async def test_an_error_in_the_plugin_costs_links_only(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("flashmoa.link.prompt_feed._logged", set())
+    model = FlashMoALlm(model="m", base_url=URL)
+    for name in ("begin_agent", "end_agent", "end_all"):
+        monkeypatch.setattr(RunPlanner, name, fail)
+    team = SequentialAgent(name="root", sub_agents=[agent(name, model, "") for name in "ab"])
+    async with InMemoryRunner(agent=team, plugins=[LinkPlugin()]) as runner:
+        shown = [event.content.parts[0].text async for event in await begin(runner)]
+    await model.close()
+    assert shown == [TEXT, TEXT]
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [f"{record.message}" for record in errors] == [
+        "A call runs unlinked because of the error below"
+    ]
+
+
+def test_a_client_of_openai_is_refused() -> None:
+    client = openai.AsyncOpenAI(base_url=URL, api_key="k")
+    with pytest.raises(ValueError, match=r"client cannot be given to FlashMoALlm.*give base_url"):
+        FlashMoALlm(model="m", client=client)
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -165,14 +166,14 @@ def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
 
 
 def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
-    """Return a type for arguments that are numbers of at least 0, or above 0."""
+    """Return a type for arguments that are finite numbers of at least 0, or above 0."""
 
     def parse(text: str) -> float:
         number = kind(text)
-        if not (number > 0 or (number == 0 and not positive)):
+        if not (number > 0 or (number == 0 and not positive)) or math.isinf(number):
             wanted = "above 0" if positive else "of at least 0"
             raise argparse.ArgumentTypeError(
-                f"{text} is refused; give a number {wanted}"
+                f"{text} is refused; give a number {wanted} that is finite"
             )
         return number
 

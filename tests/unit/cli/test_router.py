@@ -7,6 +7,20 @@ import pytest
 from flashmoa.cli import router
 
 
+@pytest.mark.parametrize("option", ["--saturation", "--patience", "--agent-seconds"])
+@pytest.mark.parametrize("value", ["inf", "nan", "-1"])
+def test_numbers_that_are_not_finite_are_refused(
+    option: str,
+    value: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router, "_serve", print)
+    with pytest.raises(SystemExit):
+        router.main(["--engine", "http://127.0.0.1:9", f"{option}={value}"])
+    assert f"{option}: {value} is refused; give a number " in capsys.readouterr().err
+
+
 def test_the_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     seen: list[int] = []

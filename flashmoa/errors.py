@@ -22,7 +22,7 @@
      +-- NotForecastable              an agent's next prompt cannot be predicted
      +-- ConfigError, MixtureFailed      Mixture-of-Agents
      +-- BadLine, CandidateRefused, NotResumable      scoring
-     +-- NoEngine, EngineLost, BadRequest, AgentFailed   the router
+     +-- NoEngine, EngineLost, LimitReached, BadRequest, AgentFailed   the router
 
 The exceptions for engines are defined here, with the names of the plugin's errors
 (``flashmoa_sglang.http.errors``); each other one is defined in the package that raises it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(problem)
     try:
         app, backend = _make_application(parsed)
+        _raise_file_limit()
         with bind(parsed.host, parsed.port) as listening:
             print(f"flashmoa: {backend} behind {api_url(parsed.host, parsed.port)}", flush=True)
             _serve(app, [listening])
@@ -89,6 +91,15 @@ def _read_config(path: Path) -> dict[str, Any]:
         return json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"--model-config {path} is not JSON: {error}") from error
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit of open files to the hard one: a request needs two connections."""
+    import resource  # Only POSIX has it.
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # macOS refuses a hard limit that is infinite.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _serve(app: Starlette, sockets: list[socket]) -> None:
@@ -155,13 +166,15 @@ def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
 
 
 def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
-    """Return a type for arguments that are numbers of at least 0, or above 0."""
+    """Return a type for arguments that are finite numbers of at least 0, or above 0."""
 
     def parse(text: str) -> float:
         number = kind(text)
-        if not (number > 0 or (number == 0 and not positive)):
+        if not (number > 0 or (number == 0 and not positive)) or math.isinf(number):
             wanted = "above 0" if positive else "of at least 0"
-            raise argparse.ArgumentTypeError(f"{text} is refused; give a number {wanted}")
+            raise argparse.ArgumentTypeError(
+                f"{text} is refused; give a number {wanted} that is finite"
+            )
         return number
 
     parse.__name__ = kind.__name__  # For argparse's message about other texts.

@@ -104,7 +104,9 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--timeout", type=float, default=3600.0, metavar="SECONDS", help=text)
     text = 'arguments of the chat template, such as {"enable_thinking": false}'
     add("--template-args", type=_parse_json_object, metavar="JSON", help=text)
-    add("--overwrite", action="store_true", help="delete OUT and start over")
+    add(
+        "--overwrite", action="store_true", help="delete OUT and its file of errors, and start over"
+    )
     parser.set_defaults(continuation="run the same command again to continue")
     options = parser.parse_args(arguments)
     out: Path = options.out

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from flashmoa.router.cache_tables import BLOCK_TOKENS, EngineTraits
 from flashmoa.router.dispatcher import Dispatcher, NoEngine
 from flashmoa.router.flops import TOKENS, Measure, true_flops
-from flashmoa.router.forwarding import Connections, EngineLost, parse_object
+from flashmoa.router.forwarding import Connections, EngineLost, LimitReached, parse_object
 from flashmoa.router.kv_events import follow_events, parse_event_source
 from flashmoa.router.policy import PrefixAware
 from flashmoa.router.saturation import (
@@ -105,26 +105,32 @@ class EnginePool:
             await self.probe(engine)
 
     async def probe(self, engine: RoutedEngine) -> None:
-        """Ask whether an engine takes requests. A silent one may be busy, and keeps its state."""
-        answers = await self._answers(engine)
-        if answers is False and engine.is_up:
-            self._leave(engine)
-        elif answers and not engine.is_up and (traits := await self._ask_traits(engine)):
-            self._let_in(engine, traits)
-        elif answers and engine.is_up and not engine.has_measured:
-            await self._ask_measured(engine)
+        """Ask whether an engine takes requests. A silent one may be busy, and keeps its state.
+
+        So does one that the router cannot ask, as its host has reached a limit.
+        """
+        with suppress(LimitReached):
+            answers = await self._answers(engine)
+            if answers is False and engine.is_up:
+                self._leave(engine)
+            elif answers and not engine.is_up and (traits := await self._ask_traits(engine)):
+                self._let_in(engine, traits)
+            elif answers and engine.is_up and not engine.has_measured:
+                await self._ask_measured(engine)
 
     async def recheck(self, engine: RoutedEngine) -> None:
         """Let an engine that has failed a request leave, unless it answers a probe.
 
+        It stays, too, if the router's host has reached a limit and cannot send the probe.
         Requests that failed before a probe began share its result.
         """
         failed = anyio.current_time()
         async with engine.lock:
             if engine.is_up and engine.checked < failed:
                 engine.checked = anyio.current_time()
-                if not await self._answers(engine) and engine.is_up:
-                    self._leave(engine)
+                with suppress(LimitReached):
+                    if not await self._answers(engine) and engine.is_up:
+                        self._leave(engine)
 
     async def _answers(self, engine: RoutedEngine) -> bool | None:
         """Return whether an engine takes requests; ``None`` if it is silent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
@@ -38,6 +39,8 @@ _UNFORWARDED_HEADERS = {
     *("host", "content-length", "content-encoding", "accept-encoding", "date", "server"),
 }
 _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+# Errors of the router's own host, which say nothing about an engine.
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 
 
 class RouterError(FlashMoAError):
@@ -58,6 +61,18 @@ class EngineLost(RouterError):
     def __init__(self, reason: str, *, reached: bool = True) -> None:
         super().__init__(f"the engine is gone: {reason}; send the request again")
         self.reached = reached
+
+
+class LimitReached(RouterError):
+    """Raised when the router's host has no file descriptors, ports or memory for a request."""
+
+    status = 503
+
+    def __init__(self, limit: str | None) -> None:
+        super().__init__(
+            f"the router has reached a limit of its host: {limit}; raise it (`ulimit -n` for open "
+            "files), or send fewer requests at a time"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +194,7 @@ class Connections:
     ) -> Response | None:
         """Send a small request of the router's own. Return ``None`` if no answer comes in time.
 
-        Raises: EngineLost if there will be no answer.
+        Raises: EngineLost or LimitReached if there will be no answer.
         """
         with anyio.move_on_after(seconds):
             answer, content = await self._send("POST" if body else "GET", url, headers, body or b"")
@@ -192,7 +207,7 @@ class Connections:
     ) -> int:
         """Pass the whole lines of a channel to ``receive`` until it ends. Return its status.
 
-        Raises: EngineLost if the engine does not answer, or breaks off.
+        Raises: EngineLost if the engine does not answer, or breaks off; LimitReached.
         """
         answer, content = await self._send("GET", url, headers, b"")
         with closing(answer):
@@ -216,7 +231,7 @@ class Connections:
         If the client leaves, the engine's request is aborted. ``stack`` is closed when the answer
         has ended.
 
-        Raises: EngineLost if there is no answer.
+        Raises: EngineLost or LimitReached if there is no answer.
         """
         observer = observer or AnswerObserver()
 
@@ -229,7 +244,8 @@ class Connections:
                 url = engine + call.target
                 answer, content = await self._send(call.method, url, call.headers, call.body)
             except BaseException as error:
-                end("lost" if isinstance(error, EngineLost) else "left")
+                unsent = "refused" if isinstance(error, LimitReached) else "left"
+                end("lost" if isinstance(error, EngineLost) else unsent)
                 raise
             stack.callback(answer.close)
             if content is None:
@@ -254,10 +270,12 @@ class Connections:
 
 @contextmanager
 def _engine_lost(url: URL) -> Generator[None]:
-    """Raise EngineLost in place of aiohttp's errors."""
+    """Raise EngineLost, or LimitReached, in place of aiohttp's errors."""
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as error:
+        if isinstance(error, OSError) and error.errno in _LIMITS:
+            raise LimitReached(error.strerror) from error
         raise EngineLost(
             f"{url.origin()}: {error or type(error).__name__}",
             reached=not isinstance(error, _NOT_REACHED),

@@ -17,8 +17,8 @@ from flashmoa._starlette import while_connected
 from flashmoa.engine.wire import CALL_HEADER, CHANNEL_HEADER
 from flashmoa.router.forwarding import (
     Connections,
-    EngineLost,
     ForwardedRequest,
+    RouterError,
     make_error_response,
 )
 
@@ -152,7 +152,7 @@ class _Channel(StreamingResponse):
             try:
                 url = engine + self._call.target
                 status = await self._connections.read_lines(url, self._call.headers, self._tell)
-            except EngineLost:
+            except RouterError:
                 pass  # The clients of calls on this engine get an error.
         # An engine without this route is not asked again at each call.
         if status != 404:

@@ -5,9 +5,10 @@ After MoE-Prefill, §7, §B.2 and Algorithm 1.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flashmoa.router.cache_tables import BLOCK_TOKENS, Blocks, EngineTables, EngineTraits
 from flashmoa.router.saturation import FullLoad
@@ -16,12 +17,18 @@ from flashmoa.router.saturation import FullLoad
 PATIENCE = 8.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WaitingRequest:
-    """A request, by a unique name, that has no engine yet."""
+    """A request, by a unique name, that has no engine yet.
+
+    Attributes:
+        last_match: the last block that any engine has, when the policy last looked; 0: none has
+            any. Requests that have it in common prefer the same engine.
+    """
 
     request: str
     blocks: Blocks
+    last_match: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +137,7 @@ class PrefixAware:
         gets it, so that no request waits for ever.
         """
         placed: dict[str, str] = {}
-        # Rounds are frequent, so each considers only the first 256 requests.
-        waiting = self._place_until_saturated(queue[:256], placed)
+        waiting = self._place_until_saturated(queue, placed)
         # An idle engine that takes a request has its prefix from then on, and attracts others.
         while self._place_on_idle_engine(waiting, placed):
             left = [one for one in waiting if one.request not in placed]
@@ -141,22 +147,45 @@ class PrefixAware:
     def _place_until_saturated(
         self, queue: Sequence[WaitingRequest], placed: dict[str, str]
     ) -> list[WaitingRequest]:
-        """Place requests until engines are saturated. Return the requests that must wait."""
+        """Place requests until engines are saturated.
+
+        Return the requests that must wait, without those that were skipped because requests before
+        them want the same engine.
+        """
         left: list[WaitingRequest] = []
-        # The work of these requests, by the engine with the longest match.
+        # The work of the requests that wait, by the engine with the longest match.
         queued: Counter[str] = Counter()
-        for waiting in queue:
+        # That engine, as the last of these requests saw it, by the last block that it has.
+        nearest: dict[int, EngineCandidate] = {}
+        for waiting in queue if self.takes_requests() else ():
+            # Rounds are frequent. So after 256 requests that wait, others with the same match are
+            # not compared with each engine, but wait, too. They count as much work as the last one.
+            if len(left) >= 256 and (same := nearest.get(self._last_match(waiting))) is not None:
+                queued[same.engine] += same.cost
+                continue
             candidates = [self._candidate(name, waiting.blocks, queued) for name in self.engines]
             chosen = choose_engine(candidates, self._patience)
-            if chosen is not None:
-                placed[waiting.request] = chosen.engine
-                self.admit(waiting, chosen.engine)
+            if chosen is None:
+                left.append(waiting)
+                best = min(candidates, key=lambda one: (-one.matched, one.delay))
+                queued[best.engine] += best.cost
+                waiting.last_match = None
+                nearest[self._last_match(waiting)] = best
                 continue
-            left.append(waiting)
-            if candidates:
-                nearest = min(candidates, key=lambda one: (-one.matched, one.delay))
-                queued[nearest.engine] += nearest.cost
+            placed[waiting.request] = chosen.engine
+            self.admit(waiting, chosen.engine)
+            if not self.takes_requests():
+                break
         return left
+
+    def _last_match(self, waiting: WaitingRequest) -> int:
+        if waiting.last_match is None:
+            hashes, tables = waiting.blocks.hashes, [one.blocks for one in self.engines.values()]
+            found = bisect_left(
+                hashes, True, key=lambda block: all(block not in one for one in tables)
+            )
+            waiting.last_match = hashes[found - 1] if found else 0
+        return waiting.last_match
 
     def _place_on_idle_engine(self, queue: list[WaitingRequest], placed: dict[str, str]) -> bool:
         """Place one request that an idle engine would finish sooner, and return whether one was."""

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, cast
 
 from flashmoa.engine import prompt_fields
 from flashmoa.router.cache_tables import Blocks, text_blocks, token_blocks
-from flashmoa.router.forwarding import Connections, EngineLost, parse_object
+from flashmoa.router.forwarding import Connections, RouterError, parse_object
 
 
 async def find_blocks(
@@ -30,7 +30,7 @@ async def find_blocks(
         content = json.dumps(question).encode()
         headers = {**headers, "content-type": "application/json"}
         url = f"{engine}/v1/tokenize"
-        with suppress(EngineLost):
+        with suppress(RouterError):
             answer = await connections.ask(url, headers, content)
             tokens = parse_object(answer.body).get("tokens") if answer else None
             if _are_token_ids(tokens):

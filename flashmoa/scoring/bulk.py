@@ -167,17 +167,21 @@ def resume(source: Path, out: Path, errors: Path, overwrite: bool = False) -> in
     """Prepare ``out`` and ``errors`` for a run that continues where the last one stopped.
 
     Remove incomplete last lines, and the errors of lines that will be scored again. To
-    ``overwrite``, delete ``out`` first, if ``source`` can be read. Return the number of lines of
+    ``overwrite``, delete both files first, if ``source`` can be read. Return the number of lines of
     ``source`` that are done.
 
     Raises:
-        NotResumable: if ``out`` has other content than the scores of ``source``.
+        NotResumable: if ``out`` has other content than the scores of ``source``, or ``errors`` is
+            another kind of file.
         OSError: if a file cannot be read or written.
     """
     with source.open("rb"):
         pass  # If the input cannot be read, no file may be deleted or created.
     if overwrite:
         out.unlink(missing_ok=True)
+        errors.unlink(missing_ok=True)
+    elif errors.exists():
+        _last_record(errors)
     number = 0
     if out.exists():
         last, size = _last_record(out)
@@ -195,7 +199,7 @@ def resume(source: Path, out: Path, errors: Path, overwrite: bool = False) -> in
 def _last_record(out: Path) -> tuple[dict[str, Any] | None, int]:
     """Return a file's last whole record, if any, and the size up to its end.
 
-    Raises: NotResumable if it is not a file of scores.
+    Raises: NotResumable if it is not a file of scores or errors.
     """
     last, size, torn = b"", 0, b""
     with out.open("rb") as file:
@@ -207,7 +211,8 @@ def _last_record(out: Path) -> tuple[dict[str, Any] | None, int]:
     record = _parse_record(last)
     if (last and record is None) or not torn.startswith(_BEGINNING_OF_RECORD[: len(torn)]):
         raise NotResumable(
-            f"{out} exists and is not a file of scores; give another --out, or --overwrite"
+            f"{out} exists and is not a file of scores or errors; give another --out, or "
+            "--overwrite"
         )
     return record, size
 
@@ -295,11 +300,12 @@ async def score_file(
     line needs a request, at most ``scorer.concurrency`` lines are scored at the same time.
 
     Args:
-        overwrite: delete ``out`` and begin with the first line.
+        overwrite: delete ``out`` and ``errors``, and begin with the first line.
         progress: called with the run's totals whenever results have been written.
 
     Raises:
-        NotResumable: if ``out`` has other content than the scores of ``source``.
+        NotResumable: if ``out`` has other content than the scores of ``source``, or ``errors`` is
+            another kind of file.
         OSError: if a file cannot be read or written.
         EngineError: if the engine cannot answer. Results already written stay.
     """

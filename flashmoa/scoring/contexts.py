@@ -21,11 +21,21 @@ class CandidateRefused(FlashMoAError, ValueError):
 
 
 def context_kind(context: Context) -> str:
-    """Return ``text``, ``tokens`` or ``messages``. Raises: ValueError for anything else."""
+    """Return ``text``, ``tokens`` or ``messages``.
+
+    Raises: ValueError for anything else, and for a message whose content is neither a text, a list
+        of parts nor ``None``.
+    """
     if isinstance(context, str):
         return "text"
     items = list(cast("Sequence[object]", context))
     if items and all(isinstance(item, Mapping) for item in items):
+        for number, message in enumerate(cast("Messages", items)):
+            if not isinstance(content := message.get("content"), str | list | tuple | None):
+                raise ValueError(
+                    f"message {number} has the content {reprlib.repr(content)}; give a text or a "
+                    "list of parts"
+                )
         return "messages"
     if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return "tokens"

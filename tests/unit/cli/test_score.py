@@ -10,7 +10,7 @@ from flashmoa.cli import score
 from flashmoa.cli.score import main
 from flashmoa.engine import EngineClient
 from flashmoa.errors import EngineError
-from flashmoa.scoring.bulk import resume
+from flashmoa.scoring.bulk import NotResumable, resume
 
 SCORES = '{"line": 1, "candidates": []}\n'
 
@@ -50,6 +50,16 @@ def test_overwrite_needs_a_readable_input(tmp_path: Path, arguments: list[str]) 
     with pytest.raises(IsADirectoryError):
         resume(tmp_path, out, tmp_path / "errors.jsonl", overwrite=True)
     assert out.read_text() == SCORES
+
+
+def test_a_file_of_errors_of_another_kind_is_kept(tmp_path: Path, arguments: list[str]) -> None:
+    source, errors = Path(arguments[0]), tmp_path / "out.errors.jsonl"
+    errors.write_text('{"time": 1}\n')
+    with pytest.raises(NotResumable, match=r"out\.errors\.jsonl exists and is not a file of"):
+        resume(source, tmp_path / "new.jsonl", errors)
+    assert errors.read_text() == '{"time": 1}\n'
+    resume(source, tmp_path / "new.jsonl", errors, overwrite=True)
+    assert errors.read_text() == ""
 
 
 @pytest.mark.parametrize("error", [EngineError("the engine ended"), KeyboardInterrupt()])

@@ -12,7 +12,7 @@ from flashmoa.router.cache_tables import EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.flops import TOKENS
-from flashmoa.router.forwarding import EngineLost
+from flashmoa.router.forwarding import EngineLost, LimitReached, RouterError
 from flashmoa.router.policy import PrefixAware
 from flashmoa.router.saturation import FullLoad
 from tests.unit.router.support import FakeConnections, FakeEngine, routing
@@ -60,7 +60,7 @@ class Rig:
         if host not in self.settings:
             raise EngineLost("refused", reached=False)
         self.asked.append(path)
-        if isinstance(failure := self.failures.get(path, {}), EngineLost):
+        if isinstance(failure := self.failures.get(path, {}), RouterError):
             raise failure
         usual = {"/server_info": self.settings[host], "/flashmoa/info": self.plugin}
         return failure if path in self.failures else usual.get(path, {})
@@ -131,6 +131,7 @@ async def test_engine_that_never_answers_is_logged_once(caplog: pytest.LogCaptur
         (None, True, False),
         (EngineLost("closed"), True, False),
         (EngineLost("refused", reached=False), False, False),
+        (LimitReached("Too many open files"), True, True),
         ((503, {}), False, False),
         ((404, {}), True, True),  # A stock engine has no such route.
         ({}, True, True),

@@ -1,5 +1,6 @@
 """Test connections to engines, which may break, and how answers are relayed and counted."""
 
+import errno
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -140,6 +141,19 @@ async def test_a_waiting_request_is_probed_and_counted() -> None:
     # This is the kernel's name for a keep-alive timer (proc(5)).
     assert timers == ["02"]
     assert count(connections, "left") == 1
+
+
+async def test_a_limit_of_the_router_is_not_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(forwarding, "_make_probed_socket", refuse)
+    async with forwarding.open_connections() as connections:
+        with pytest.raises(
+            forwarding.LimitReached, match=r"Too many open files.*ulimit -n"
+        ) as error:
+            await connections.forward(CALL, "http://127.0.0.1:9")
+    assert error.value.status == 503 and count(connections, "refused") == 1
 
 
 @pytest.mark.parametrize("sent", [b'data: {"text": "a"}\n\n', b'data: {"text": "a"}\n\ndata: {"te'])

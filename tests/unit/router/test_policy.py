@@ -166,6 +166,19 @@ def test_a_request_that_waits_is_overtaken() -> None:
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
 
+@pytest.mark.parametrize("batch", [10, 300, 1000])
+def test_a_long_queue_for_a_full_engine_is_overtaken(batch: int) -> None:
+    routing = policy(2, TOKENS, 10, patience=8.0)
+    document = [7] * 16_000
+    routing.add_blocks("e0", blocks(document).hashes)
+    siblings = [
+        WaitingRequest(str(number), blocks([*document, number + 8])) for number in range(batch)
+    ]
+    stranger = WaitingRequest("stranger", blocks([2] * 5))
+    placed = routing.route([*siblings, stranger])
+    assert placed.pop("stranger") == "e1" and set(placed.values()) == {"e0"}
+
+
 @pytest.mark.parametrize(
     ("limit", "busy", "first", "engine"),
     [

@@ -84,6 +84,14 @@ def test_contexts_are_text_tokens_or_messages() -> None:
             contexts.context_kind(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("content", [5, True, {"text": "x"}])
+def test_content_that_is_no_text_or_parts_is_refused(content: object) -> None:
+    said = [{"role": "assistant", "content": one} for one in (None, "x", [{"type": "text"}])]
+    assert contexts.context_kind(said) == "messages"
+    with pytest.raises(ValueError, match=r"message 3 has the content .* give a text"):
+        contexts.question_item([*said, {"role": "user", "content": content}], "Which?")
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -94,7 +94,7 @@ class TaskHost:
                 with anyio.CancelScope(shield=True):
                     await asyncio.wait(tasks, timeout=left)
             except asyncio.CancelledError as error:
-                cancellation = error  # By asyncio, from which anyio's scopes shield nothing.
+                cancellation = error  # Scopes of anyio do not shield from asyncio's own.
         if cancellation is not None:
             raise cancellation
 

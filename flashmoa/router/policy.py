@@ -149,13 +149,13 @@ class PrefixAware:
     ) -> list[WaitingRequest]:
         """Place requests until engines are saturated.
 
-        Return the requests that must wait, without those that were skipped because requests before
-        them want the same engine.
+        Return the requests that must wait. Skipped requests are left out: earlier requests want the
+        same engine.
         """
         left: list[WaitingRequest] = []
         # The work of the requests that wait, by the engine with the longest match.
         queued: Counter[str] = Counter()
-        # That engine, as the last of these requests saw it, by the last block that it has.
+        # The engine with the longest match of the last waiting request, by its last matched block.
         nearest: dict[int, EngineCandidate] = {}
         for waiting in queue if self.takes_requests() else ():
             # Rounds are frequent. So after 256 requests that wait, others with the same match are

@@ -124,7 +124,7 @@ class SharedPrefill:
     def _may_wait(self, req: Any, start: int) -> bool:
         """Return whether a request may wait; it may not if the last wait did not help.
 
-        An answer's hidden states are those of computed tokens, so none of these may be shared.
+        An answer has the hidden states of computed tokens only, so its request shares no token.
         """
         state = state_of(req)
         if state.last_wait == start or req.return_hidden_states:

@@ -337,7 +337,7 @@ def test_a_lone_stream_may_take_the_whole_pool() -> None:
 
 
 class Long(list[Any]):
-    """A queue of requests, which counts those that were looked at."""
+    """A queue that counts how many of its requests were looked at."""
 
     looked_at = 0
 

@@ -105,7 +105,7 @@ def test_answers_without_text_skip_the_detokenizer(
 ) -> None:
     direct = scheduler.flashmoa.tokenizer_channel
     chat, silent, final = request(20, 5), prefill(own=True), prefill(stream="a", final=True)
-    # A client's request, of which the plugin only knows more.
+    # A client's request with a hint.
     hinted = prefill(expected_output=5)
     assert streamer.send(chat, silent, final, hinted) == [
         ([chat, final, hinted], False, "detokenizer"),

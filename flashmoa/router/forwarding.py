@@ -108,7 +108,10 @@ def make_application(routes: Sequence[Route], lifespan: Lifespan[Starlette]) -> 
     """Return a server that reports every error as JSON."""
     errors = (HTTPException, RouterError, RecursionError, ClientDisconnect)
     handlers = dict.fromkeys(errors, _answer_error)
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    # A redirect would name the Host header's server, and fails for a query that is not UTF-8.
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -83,7 +83,10 @@ def application(systems: Sequence[ServedSystem], options: ServeOptions | None = 
         Route("/metrics", server.show_metrics),
     ]
     handlers: dict[Any, Any] = {ChatRequestRefused: _refuse}
-    return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
+    app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
+    # A redirect would name the Host header's server, and fails for a query that is not UTF-8.
+    app.router.redirect_slashes = False
+    return app
 
 
 class _AsciiResponse(JSONResponse):

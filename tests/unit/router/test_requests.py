@@ -170,6 +170,7 @@ async def test_too_large_body_is_refused() -> None:
     [
         ("POST", "/v1/responses", 404),
         ("PUT", CHAT, 405),
+        ("POST", f"{CHAT}/", 404),  # No redirect.
         ("OPTIONS", "/health", 405),
         ("POST", "/flush_cache", 404),  # It is each engine's own.
         ("GET", STREAMS, 405),  # An engine only counts them; nothing names a stream.

@@ -70,6 +70,12 @@ async def test_errors_do_not_show_urls_of_engines(caplog: pytest.LogCaptureFixtu
     assert NOWHERE in caplog.text
 
 
+async def test_a_path_with_a_slash_at_its_end_is_unknown() -> None:
+    async with serving(SCRIPTS, [{"model": "plain"}], [{"model": "plain"}]) as (_, http):
+        answer = await http.post("/v1/responses/?%80")
+        assert answer.status_code == 404 and "location" not in answer.headers
+
+
 ENGINES = {"http://gpu1:3000": "engine 1", "http://gpu1:30001": "engine 2", "http://gpu1": "other"}
 
 

@@ -106,10 +106,10 @@ async def follow_events(
 ) -> None:
     """Apply an engine's events until ``scope`` is cancelled, or a message is not a KV event."""
     context = zmq.asyncio.Context()
-    socket = context.socket(zmq.SUB)
     reader = KvEventReader(dispatcher, engine)
     try:
         with scope:
+            socket = context.socket(zmq.SUB)  # The host may have reached a limit.
             socket.setsockopt(zmq.IPV6, 1)  # IPv4 still works.
             socket.subscribe(b"")
             socket.connect(address)

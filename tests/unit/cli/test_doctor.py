@@ -37,7 +37,7 @@ def test_an_old_sglang_is_reported_as_a_problem() -> None:
 
 def test_each_missing_internal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # A hooked method of a class with bases, one that is called, an attribute that is read.
-    for name in ("flush_cache", "stash_chunked_request", "waiting_queue"):
+    for name in ("get_num_allocatable_reqs", "stash_chunked_request", "waiting_queue"):
         other = Renamed(name)
         monkeypatch.setattr(internals, "installed", lambda other=other: other)
         (found,) = checks.check_internals()

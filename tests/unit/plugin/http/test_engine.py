@@ -78,8 +78,16 @@ def test_nothing_is_measured_in_some_states(manager: Any, state: dict[str, Any])
     assert not engine.may_measure
 
 
-async def test_a_change_waits_for_what_is_measured(manager: Any) -> None:
+async def test_a_change_waits_for_what_is_measured(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, ends, changes = Engine(manager), anyio.Event(), list[bool]()
+    asked = list[bool]()
+
+    async def ask() -> None:
+        asked.append(bool(engine._timed))
+
+    monkeypatch.setattr(engine, "kv", ask)
 
     async def answer(_obj: object, _request: object) -> AsyncGenerator[Any]:
         await ends.wait()
@@ -98,6 +106,8 @@ async def test_a_change_waits_for_what_is_measured(manager: Any) -> None:
         assert not engine.may_measure and not changes
         ends.set()
     assert changes == [False] and engine.may_measure
+    # The scheduler has answered after its last forward.
+    assert asked == [False, False]
 
 
 async def test_nothing_is_measured_without_memory(

@@ -240,7 +240,7 @@ async def test_calls_of_tools_with_equal_ids_keep_their_own_results(
     events: list[Event] = []
 
     async def play(plugin: LinkPlugin | None) -> list[Any]:
-        said = Counter[str]()
+        said, walked = Counter[str](), Counter[str]()
 
         def link_of(name: str) -> Link | None:
             runs = plugin._runs.values() if plugin else ()
@@ -257,13 +257,15 @@ async def test_calls_of_tools_with_equal_ids_keep_their_own_results(
         async def walk(place: str, tool_context: ToolContext) -> dict[str, str]:
             """Walk."""
             name = tool_context.agent_name
+            walked[name] += 1  # Both tools run at once, in any order.
+            seen = f"{name} saw, {walked[name]}"
 
             def is_streamed() -> bool:
                 link = link_of(name)
-                return link is not None and f"{name} saw, {said[name]}" in link.prompt.stable()
+                return link is not None and seen in link.prompt.stable()
 
             await until(lambda: plugin is None or is_streamed())
-            return {"there": f"{name} {said[name]}"}
+            return {"there": f"{name} {walked[name]}"}
 
         async with open_models({}) as models:
             members = [agent(name, models[0], guide[:500], tools=[look, walk]) for name in names]

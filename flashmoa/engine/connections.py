@@ -53,14 +53,14 @@ def self_hosted_url(base_url: str | None) -> str:
 
 
 def self_hosted_key(api_key: Any, base_url: object) -> Any:
-    """Return the API key for the engine at ``base_url``; engines without keys take any.
+    """Return the API key for the engine at ``base_url``, if any.
 
     The default is ``OPENAI_API_KEY`` in the environment, but only for the environment's URL: a key
     of another service must not reach an engine.
     """
     is_by_environment = not base_url and os.environ.get("OPENAI_BASE_URL")
     own = os.environ.get("OPENAI_API_KEY") if is_by_environment else None
-    return api_key or own or "EMPTY"
+    return api_key or own
 
 
 def make_http_client(

@@ -118,10 +118,9 @@ class FlashMoALlm(OpenAILlm):
     @cached_property
     def engine(self) -> EngineClient:
         """The engine client that links use."""
-        key = self_hosted_key(self.api_key, self.base_url)
         return EngineClient(
             self_hosted_url(self.base_url),
-            api_key=None if key == "EMPTY" else key,
+            api_key=self_hosted_key(self.api_key, self.base_url),
             headers=self.default_headers,
             model=self.model,
             engine_settings=self.engine_settings,
@@ -131,7 +130,7 @@ class FlashMoALlm(OpenAILlm):
     def _http_client(self) -> openai.AsyncOpenAI:
         client = openai.AsyncOpenAI(
             base_url=f"{self.engine.url}/v1",
-            api_key=self_hosted_key(self.api_key, self.base_url),
+            api_key=self_hosted_key(self.api_key, self.base_url) or "EMPTY",
             default_headers=self.default_headers,
         )
         # The first observer of a call links it.

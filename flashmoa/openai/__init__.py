@@ -45,7 +45,9 @@ class _SelfHosted:
         # A copy of a client gets the URL as an object of the HTTP library.
         url = f"{self_hosted_url(str(base_url) if base_url is not None else None)}/v1"
         stock: Any = super()  # OpenAI's class of the same name.
-        stock.__init__(base_url=url, api_key=self_hosted_key(api_key, base_url), **kwargs)
+        stock.__init__(
+            base_url=url, api_key=self_hosted_key(api_key, base_url) or "EMPTY", **kwargs
+        )
         instrument(self, engine_settings)
 
 

@@ -107,14 +107,14 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - its credentials of Azure
             model,
             base_url=f"{url}/v1",
-            api_key=key,
+            api_key=key or "EMPTY",
             default_headers=default_headers,
             **kwargs,
         )
         observe_completions(cast("Any", self.client)._client, current_attempts)
         self.engine = EngineClient(
             url,
-            api_key=None if key == "EMPTY" else key,
+            api_key=key,
             headers=default_headers,
             model=self.model,
             engine_settings=engine_settings,

@@ -109,7 +109,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 "the served model"
             )
         url = self_hosted_url(kwargs.get("base_url"))
-        kwargs["api_key"] = self_hosted_key(kwargs.get("api_key"), kwargs.get("base_url"))
+        key = self_hosted_key(kwargs.get("api_key"), kwargs.get("base_url"))
+        kwargs["api_key"] = key or "EMPTY"
         kwargs["base_url"] = f"{url}/v1"
         headers = {"Authorization": f"Bearer {kwargs['api_key']}"}
         headers |= kwargs.get("default_headers") or {}

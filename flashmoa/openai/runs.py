@@ -25,6 +25,7 @@ from functools import cache, partial, wraps
 from inspect import iscoroutinefunction
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar, Unpack, cast
 
@@ -300,10 +301,10 @@ class Run:
         self._process = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        # News from calls of other threads, and whether a task receives it yet.
-        self._news: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
-        self._hears_threads = False
-        self._unanswered: _CallOfThread | None = None
+        self._news: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Tells the task that hears other threads of their news; `None` until they have any.
+        self._has_news: asyncio.Event | None = None
+        self._unanswered: _PassedCall | None = None
         self._planner = LearnedLinkPlanner(
             program, report, self._find_engine, settings, self._find_client
         )
@@ -322,8 +323,7 @@ class Run:
             hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
             recorded = read_request(request, body)
             begin = partial(self._planner.observe, calling_agent(), recorded, hold_reason)
-            is_here = threading.get_ident() == self._thread
-            return begin() if is_here else self._observe_from_thread(begin)
+            return self._observe(_PassedCall(self._pass_on, begin))
         except Exception as problem:
             # Whatever is wrong with a link, the request must be sent.
             log_unlinked(problem)
@@ -332,37 +332,53 @@ class Run:
     async def close(self, *, learn: bool) -> None:
         """End the links; see :meth:`LearnedLinkPlanner.close`."""
         self.is_closed = True
-        while not self._news.empty():
-            self._news.get_nowait()()
+        self._take_news()
         try:
             await self._planner.close(learn=learn)
         finally:
             await all_of([engine.close for engine in self._engines.values()])
 
-    def _observe_from_thread(self, begin: Callable[[], CallObserver]) -> CallObserver | None:
+    def _observe(self, call: _PassedCall) -> CallObserver | None:
         # A program may block its event loop until its threads have ended: do not wait again.
-        if self._unanswered is not None and not self._unanswered.has_begun.is_set():
+        is_blocked = self._unanswered is not None and not self._unanswered.has_begun.is_set()
+        if is_blocked and threading.get_ident() != self._thread:
             return None
-        call = _CallOfThread(self._pass_on, begin)
         if call.begin():
             return call
         self._unanswered = call
         return None
 
     def _pass_on(self, news: Callable[[], None]) -> None:
-        """Call a function in a task of the event loop, after the functions passed on earlier."""
-        with suppress(RuntimeError):  # The event loop, and with it the run, has ended.
-            self._loop.call_soon_threadsafe(self._receive, news)
+        """Call a function in the thread of the event loop, after the functions passed on earlier.
 
-    def _receive(self, news: Callable[[], None]) -> None:
-        self._news.put_nowait(news)
-        if not self._hears_threads:
-            self._hears_threads = True
+        A function of another thread is called in a task; its exception is logged.
+        """
+        if threading.get_ident() == self._thread:
+            self._take_news()
+            news()
+            return
+        self._news.put(news)
+        with suppress(RuntimeError):  # The event loop, and with it the run, has ended.
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _take_news(self) -> None:
+        while not self._news.empty():
+            try:
+                self._news.get_nowait()()
+            except Exception as problem:
+                log_unlinked(problem)
+
+    def _wake(self) -> None:
+        if self._has_news is None:
+            self._has_news = asyncio.Event()
             self._planner.host.start(self._hear_threads)
+        self._has_news.set()
 
     async def _hear_threads(self) -> None:
-        while True:
-            (await self._news.get())()
+        while self._has_news is not None:
+            await self._has_news.wait()
+            self._has_news.clear()
+            self._take_news()
 
     def _find_engine(self, request: RecordedRequest, sent: SentInPlace) -> EngineClient:
         return self._connect(request, headers_now(request, sent))
@@ -397,15 +413,15 @@ class Run:
         return engine
 
 
-class _CallOfThread(CallObserver):
-    """Observes a call in one thread, and tells an observer in another thread's event loop.
+class _PassedCall(CallObserver):
+    """Observes a call in any threads, and tells an observer in the thread of its run.
 
     Args:
-        pass_on: calls a function in that event loop, after the functions passed on earlier.
-        begin: makes the observer; the event loop calls it.
+        pass_on: calls a function in that thread, after the functions passed on earlier.
+        begin: makes the observer; that thread calls it.
 
     Attributes:
-        has_begun: is set when the event loop has called ``begin``.
+        has_begun: is set when that thread has called ``begin``.
     """
 
     def __init__(
@@ -420,7 +436,7 @@ class _CallOfThread(CallObserver):
         self._observer: CallObserver | None = None
 
     def begin(self) -> bool:
-        """Have the event loop make the observer. Return whether it did so in time."""
+        """Have the run's thread make the observer. Return whether it did so in time."""
         self._pass_on(self._make)
         has_begun = False
         try:
@@ -445,27 +461,19 @@ class _CallOfThread(CallObserver):
     def on_failure(self, error: BaseException) -> None:
         self._tell("on_failure", error)
 
-    def release_stream(self) -> None:
-        self._tell("release_stream")
-
     def _make(self) -> None:
         try:
             self._observer = observer = self._begin()
             self.prompt_stream_id = observer.prompt_stream_id
             self.headers = observer.headers
             self.channel = observer.channel
-        except Exception as problem:
-            log_unlinked(problem)
         finally:
             self.has_begun.set()
 
     def _tell(self, method: str, *news: object) -> None:
         def tell() -> None:
             if self._observer is not None:
-                try:
-                    getattr(self._observer, method)(*news)
-                except Exception as problem:
-                    log_unlinked(problem)
+                getattr(self._observer, method)(*news)
 
         self._pass_on(tell)
 

@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import httpx
@@ -26,9 +27,11 @@ from tests.unit.openai.fake_server import (
     TEXT,
     URL,
     FakeServer,
+    chunk,
     chunks,
     in_pieces,
     lines_of,
+    stream,
     whole,
 )
 
@@ -285,6 +288,48 @@ def test_a_call_is_answered_in_a_blocked_loop(
     asyncio.run(program())
     (blocked, free) = programs["blocked"].recorded.values()
     assert blocked.has_failed and free.answer == TEXT
+
+
+@pytest.mark.parametrize("begins_here", [True, False])
+def test_a_stream_may_pass_from_thread_to_thread(
+    server: FakeServer, begins_here: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is linked whichever thread has begun it, also in the run's own event loop."""
+    server.chat = lambda body: (
+        stream([*(chunk({"content": DAY}) for _ in range(DAYS)), chunk({}, "stop")])
+        if "Write." in str(body["messages"])
+        else whole()
+    )
+    events: list[Event] = []
+
+    async def trip(*, is_linked: bool) -> None:
+        def read_days(text: Any) -> list[str]:
+            # The reader's link is open; the text has yet to come.
+            deadline = time.monotonic() + 10
+            while is_linked and not of_kind(events, LinkOpened):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            return [each.choices[0].delta.content or "" for each in text]
+
+        with server.blocking_client() as client:
+            begin = partial(client.chat.completions.create, model="m", stream=True)
+            async with run("passed", listener=events.append):
+                asked: Any = {"messages": [{"role": "user", "content": "Write."}]}
+                with agent("writer"):
+                    text: Any = begin(**asked) if begins_here else await in_thread(begin, **asked)
+                day = next(text).choices[0].delta.content
+                days = "".join(await in_thread(read_days, text))
+                with agent("reader"):
+                    await in_thread(ask, client, f"Read: {day}{days}")
+
+    async def in_thread(function: Any, *given: Any, **named: Any) -> Any:
+        return await asyncio.to_thread(function, *given, **named)
+
+    asyncio.run(trip(is_linked=False))
+    events.clear()
+    asyncio.run(trip(is_linked=True))
+    assert streamed(server) and not caplog.records
+    assert [event.text for event in of_kind(events, CallFinished)] == [DAY * DAYS, TEXT]
 
 
 def test_a_stream_may_be_read_after_its_run(server: FakeServer) -> None:

@@ -52,6 +52,10 @@ def serve(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     arguments = prepare_server_args(RELEASE.server_arguments(argv))
+    for name in ("smg_grpc_mode", "grpc_mode", "use_ray", "encoder_only"):
+        if getattr(arguments, name, False):
+            flag = name.replace("_", "-")
+            raise SystemExit(f"--{flag} starts another server than this one; use `sglang serve`.")
     if not is_stock():
         hooks.verify(arguments)
     launch_server(

@@ -23,7 +23,7 @@ from fastapi import HTTPException
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import guard, metrics
 from flashmoa_sglang.http.asked import decodes, has_one_answer, is_list, list_params
-from flashmoa_sglang.http.engine import NO_GRAMMAR
+from flashmoa_sglang.http.engine import PREFILL_ONLY
 from flashmoa_sglang.http.errors import ApiError, MalformedRequest, shown
 from flashmoa_sglang.http.hints import read_hints
 from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY, RequestMark
@@ -403,7 +403,7 @@ async def prewarm(
         raise MalformedRequest("Warm prompts one by one, each with one answer: leave n out.")
     if not has_stream(obj):
         put_mark(obj, RequestMark(own=True))
-    obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}
+    obj.sampling_params = {**obj.sampling_params, **PREFILL_ONLY}
     async with aclosing(original(manager, obj, http_request)) as outputs:
         async for output in outputs:
             # Schedulers send no such answer through the detokenizer, which adds the text.

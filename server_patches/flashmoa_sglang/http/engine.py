@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
-# --preferred-sampling-params may have a grammar, which is not for requests that generate nothing.
-NO_GRAMMAR = dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
+# The sampling parameters that hold a grammar.
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+# Parameters of a request that generates nothing. --preferred-sampling-params may have a grammar or
+# a least length, which are not for such requests.
+PREFILL_ONLY = {"max_new_tokens": 0, "min_new_tokens": 0, **dict.fromkeys(GRAMMARS)}
 
 
 class Engine:
@@ -52,8 +55,9 @@ class Engine:
         self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
         # Number of requests that run only for the times of their forwards.
         self._timed = self._changes = 0
-        # The kinds of memory that the engine has released, and without which it can run nothing.
-        self.released = set[str]()
+        # What the engine lacks at the moment, and without which it can run nothing: kinds of memory
+        # that it has released, and "update" while its weights are updated.
+        self.lacks = set[str]()
         self._queries = itertools.count()
         # The schedulers' answers to each query.
         self._reports: dict[int | None, asyncio.Queue[Any]] = {}
@@ -192,7 +196,7 @@ class Engine:
     def may_measure(self) -> bool:
         """Whether requests that measure the engine may begin."""
         is_free = not (self.warming_up or self.draining or self.others_active())
-        return is_free and not (self._changes or self.released or self._manager.is_pause)
+        return is_free and not (self._changes or self.lacks or self._manager.is_pause)
 
     @asynccontextmanager
     async def change(self) -> AsyncGenerator[None]:
@@ -256,10 +260,10 @@ class Engine:
         request = GenerateReqInput(
             input_ids=input_ids,
             sampling_params={
+                **PREFILL_ONLY,
                 "max_new_tokens": new_tokens,
                 "temperature": 0,  # Otherwise SGLang sorts the logits of the whole batch.
                 "ignore_eos": True,
-                **NO_GRAMMAR,
                 "custom_params": mark.to_custom_params(),
             },
             rid=rid or new_rid(),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 
 from flashmoa_sglang.http.asked import list_params
-from flashmoa_sglang.http.engine import NO_GRAMMAR, is_ours
+from flashmoa_sglang.http.engine import GRAMMARS, is_ours
 from flashmoa_sglang.http.errors import MalformedRequest, shown
 from flashmoa_sglang.moe import kv_free
 from flashmoa_sglang.sglang.releases import RELEASE
@@ -128,7 +128,7 @@ def _check_sampling(params: Any, vocabulary: int) -> None:
     for name, (kind, least, most) in _RANGES.items():
         if name not in _OPTIONAL or getattr(params, name, None) is not None:
             _check_number(name, getattr(params, name), kind, least, most)
-    for name in NO_GRAMMAR:
+    for name in GRAMMARS:
         _check_type(name, getattr(params, name, None), str, "a string")
     for name in _FLAGS:
         _check_type(name, getattr(params, name, None), int, "true or false")

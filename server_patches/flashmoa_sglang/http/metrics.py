@@ -39,7 +39,7 @@ def start(server_args: Any) -> None:
     for name, text in _COUNTERS.items():
         _metrics[name] = Counter(f"flashmoa:{name}_total", text, names)
     for name, (label, text) in _LABELLED.items():
-        _metrics[name] = Counter(f"flashmoa:{name}_total", text, [*names, label])
+        _metrics[name] = Counter(f"flashmoa:{name}_total", text, [*dict.fromkeys([*names, label])])
     _metrics["streams_open"] = Gauge(
         "flashmoa:streams_open",
         "Prompt streams that are open.",
@@ -56,7 +56,7 @@ def count(name: str, amount: int = 1, **labels: str) -> None:
     """Add to a counter of ``_COUNTERS`` or ``_LABELLED``; a negative amount counts as zero."""
     if _metrics:
         # A counter raises at a negative amount, and the exception would end the server.
-        _metrics[name].labels(**_labels, **labels).inc(max(amount, 0))
+        _metrics[name].labels(**{**_labels, **labels}).inc(max(amount, 0))
 
 
 def set_open(streams: int) -> None:

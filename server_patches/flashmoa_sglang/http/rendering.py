@@ -163,6 +163,9 @@ class ChatRenderer:
     @property
     def knows_calls(self) -> bool:
         """Whether SGLang was told how the model writes tool calls (``--tool-call-parser``)."""
+        # The server may only be imported, while an ``sglang.Engine`` runs.
+        if not hasattr(self._handlers, "openai_serving_chat"):
+            return False
         chat = self._chat()
         return bool(chat.tool_call_parser) and chat.tokenizer_manager.tokenizer is not None
 

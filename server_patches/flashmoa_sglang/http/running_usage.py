@@ -22,8 +22,9 @@ Decode = Callable[[Sequence[int]], str]
 
 def applies_to(obj: Any, chat: Any, http_request: Any) -> bool:
     """Return whether a ``GenerateReqInput`` streams a chat's answer with its usage so far."""
-    # SGLang asks for it itself when it serves Anthropic's messages.
-    if http_request is None or not http_request.url.path.endswith("/chat/completions"):
+    # SGLang asks for it itself when it serves Anthropic's messages. Requests over gRPC have no URL.
+    url = getattr(http_request, "url", None)
+    if url is None or not url.path.endswith("/chat/completions"):
         return False
     options = getattr(chat, "stream_options", None)
     # A request for embeddings has no ``stream``, and no chat.

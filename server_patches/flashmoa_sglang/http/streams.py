@@ -135,12 +135,13 @@ class StreamTable:
     def open(self, stream: PromptStream) -> None:
         """Open a stream. At the limit, close the oldest stream that the server itself has opened.
 
-        Raises: TooManyStreams, or EngineDraining if the server is shutting down or its weights or
-            the stream's adapter are being changed.
+        Raises: TooManyStreams, or EngineDraining if the server is shutting down, its weights or the
+            stream's adapter are being changed, or its memory is released.
         """
         if self.engine.draining:
             raise EngineDraining("The server is shutting down; use another engine.")
-        if None in self._changing or stream.terms.lora_path in self._changing:
+        changing = None in self._changing or stream.terms.lora_path in self._changing
+        if changing or self.engine.lacks:
             raise EngineDraining("The engine is being changed; send the request without a stream.")
         if len(self._open) >= self.limits.streams:
             # Of prompts that the server holds, clients have asked for the ones from 0 (prewarming).

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # Rows for increments that are added to SGLang's table of requests: the most increments in a batch.
 SPARE_ROWS = 16
+# Options of SGLang that the plugin does not work with: a server without SGLang's HTTP process, and
+# engines that change their role in a PD pair, with another scheduler's queues and another tree.
+_UNSERVED = ("smg_grpc_mode", "grpc_mode", "enable_pd_role_switch")
 
 
 class SchedulerState:
@@ -98,10 +101,15 @@ def stands_aside(arguments: Any) -> bool:
 
     Raises: SystemExit if one of the plugin's own options is given, which would have no effect.
     """
+    # Some releases lack some of these arguments.
+    given = {name for name in _UNSERVED if getattr(arguments, name, False)}
     if (arguments.tokenizer_worker_num or 1) > 1:
         problem = "needs one HTTP process: start without --tokenizer-worker-num"
-    elif os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
+    elif os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
         problem = "does not work with SGLANG_RUST_SERVER: unset it"
+    elif given:
+        flag = min(given).replace("_", "-")
+        problem = f"does not work with --{flag}: start without it"
     else:
         return False
     if Options.from_environment() != Options():

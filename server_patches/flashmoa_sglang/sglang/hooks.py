@@ -216,7 +216,7 @@ async def release_memory(
     """Let nothing run without memory; wraps ``TokenizerManager.release_memory_occupation``."""
     await without_streams(original, manager, obj, *args, **kwargs)
     if manager.flashmoa_table is not None:
-        manager.flashmoa_table.engine.released.update(_kinds_of_memory(obj))
+        manager.flashmoa_table.engine.lacks.update(_kinds_of_memory(obj))
 
 
 async def resume_memory(
@@ -225,7 +225,7 @@ async def resume_memory(
     """Note what memory the engine has; wraps ``TokenizerManager.resume_memory_occupation``."""
     await original(manager, obj, *args, **kwargs)
     if manager.flashmoa_table is not None:
-        manager.flashmoa_table.engine.released.difference_update(_kinds_of_memory(obj))
+        manager.flashmoa_table.engine.lacks.difference_update(_kinds_of_memory(obj))
 
 
 def _kinds_of_memory(obj: Any) -> list[str]:
@@ -246,6 +246,22 @@ def update_weights(*result: Any) -> Callable[..., Any]:
         return await without_streams(original, manager, *args, **kwargs)
 
     return update
+
+
+async def begin_update(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
+    """Let nothing run until :func:`end_update`; wraps ``TokenizerManager.begin_weight_update``."""
+    begun = await update_weights()(original, manager, *args)
+    if begun[0] and manager.flashmoa_table is not None:
+        manager.flashmoa_table.engine.lacks.add("update")
+    return begun
+
+
+async def end_update(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
+    """Let the engine run again; wraps ``TokenizerManager.end_weight_update``."""
+    ended = await update_weights()(original, manager, *args)
+    if ended[0] and manager.flashmoa_table is not None:
+        manager.flashmoa_table.engine.lacks.discard("update")
+    return ended
 
 
 def _optional(target: str | None, function: Callable[..., Any]) -> list[Hook]:
@@ -312,6 +328,8 @@ HTTP_HOOKS = [
         Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{way}", "around", update_weights())
         for way in ("distributed", "tensor", "ipc")
     ),
+    *_optional(RELEASE.BEGIN_UPDATE, begin_update),
+    *_optional(RELEASE.END_UPDATE, end_update),
     Hook(f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", "around", without_streams),
     Hook(f"{_TOKENIZER_MANAGER}.release_memory_occupation", "around", release_memory),
     Hook(f"{_TOKENIZER_MANAGER}.resume_memory_occupation", "around", resume_memory),

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import pytest
 from flashmoa_cpu.tiny_model import build
+from flashmoa_sglang.sglang.releases import RELEASE
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
@@ -119,6 +120,10 @@ async def check_that_new_weights_are_refused(client: EngineClient, model: Path) 
     }
     for source, body in bodies.items():
         reply = await client._http.post(f"/update_weights_from_{source}", json=body)
+        assert reply.status_code == 400, reply.text
+        assert "Restart the engine" in reply.json()["message"]
+    for path in ("/begin_weight_update", "/end_weight_update") if RELEASE.BEGIN_UPDATE else ():
+        reply = await client._http.post(path, json={})
         assert reply.status_code == 400, reply.text
         assert "Restart the engine" in reply.json()["message"]
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from flashmoa_sglang.sglang.releases import RELEASE
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
-from flashmoa.errors import StreamGone
+from flashmoa.errors import EngineDraining, StreamGone
 from tests.integration.models import build_adapter
 from tests.integration.support import (
     Words,
@@ -66,6 +67,26 @@ async def test_an_update_of_weights_ends_streams(
         await client.append(stream.id, 0, text=" and more")
     await check_final_request(client, stream.id, text + " and more", "drained")
     await check_final_request(client, growing.id, long + " of", "drained")
+    new = await client.open_stream(text=text, ttl_seconds=TTL)
+    await complete_stream(client, new.id)
+    await check_final_request(client, new.id, text + " of")
+
+
+@pytest.mark.skipif(RELEASE.BEGIN_UPDATE is None, reason="weights are updated in one step")
+async def test_no_stream_is_open_while_weights_are_updated_in_steps(
+    client: EngineClient, http: httpx.AsyncClient, words: Words
+) -> None:
+    text = words(300, 7020)
+    stream = await client.open_stream(text=text, ttl_seconds=TTL)
+    await wait_until_prefilled(client, stream.id, 300 - LAG)
+    begun = await post_json(http, "/begin_weight_update")
+    assert begun["success"], begun
+    with pytest.raises(StreamGone, match="drained"):
+        await client.append(stream.id, 0, text=" and more")
+    with pytest.raises(EngineDraining, match="being changed"):
+        await client.open_stream(text=text, ttl_seconds=TTL)
+    ended = await post_json(http, "/end_weight_update")
+    assert ended["success"], ended
     new = await client.open_stream(text=text, ttl_seconds=TTL)
     await complete_stream(client, new.id)
     await check_final_request(client, new.id, text + " of")

@@ -46,7 +46,7 @@ async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngi
         model,
         "--enable-cache-report", "--tool-call-parser", "glm", "--flashmoa-hold-tool-calls", "30",
         "--constrained-json-disable-any-whitespace", "--served-model-name", "m",
-        "--preferred-sampling-params", json.dumps({"regex": CALL}),
+        "--preferred-sampling-params", json.dumps({"regex": CALL, "min_new_tokens": 2}),
         pool=POOL,
     ) as engine:  # fmt: skip
         yield engine

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http.client_requests import StreamRequest, using_stream
-from flashmoa_sglang.http.engine import NO_GRAMMAR, new_rid
+from flashmoa_sglang.http.engine import PREFILL_ONLY, new_rid
 from flashmoa_sglang.http.errors import ApiError, EngineBusy, EngineFailed
 from flashmoa_sglang.http.stream import Terms
 from flashmoa_sglang.messages import RequestMark, unsent
@@ -244,9 +244,8 @@ class ListScorer:
             # If another request of the batch decodes, SGLang applies each request's temperature to
             # its log-probabilities. With the mark, results go past the detokenizer.
             sampling_params={
-                "max_new_tokens": 0,
+                **PREFILL_ONLY,
                 "temperature": 1.0,
-                **NO_GRAMMAR,
                 "custom_params": RequestMark(own=True).to_custom_params(),
             },
             return_logprob=True,

@@ -38,6 +38,8 @@ _NO_THOUGHTS = {"enable_thinking": False}
 # Number of the prompt's last tokens that are tokenised together with a candidate. As a rule only
 # the last word matters. Decoded and tokenised again, the last quarter must be the same tokens.
 _TAIL_TOKENS = 16
+# A candidate with more characters is tokenised again for each prompt.
+SHORT_CANDIDATE = 256
 # Fields of /v1/score that only SGLang's own route handles, in some releases.
 _OF_SGLANG = (
     "query_embed_overrides",
@@ -302,7 +304,7 @@ class CandidateTokenizer:
     def _after(self, prompt: Sequence[int], text: str) -> list[int]:
         """Try longer and longer ends, until the tokenizer makes the end's tokens of its text."""
         for length in (_TAIL_TOKENS, _TAIL_TOKENS**2, len(prompt)):
-            is_short = length == _TAIL_TOKENS and len(text) <= 256
+            is_short = length == _TAIL_TOKENS and len(text) <= SHORT_CANDIDATE
             after = self._after_short_tail if is_short else self._after_tail
             if (tokens := after(tuple(prompt[-length:]), text)) is not None:
                 return tokens

@@ -82,7 +82,7 @@ class ScoringApi:
         body.check()
         items = body.items if isinstance(body.items, list) else [body.items]
         answers = body.candidates or body.labels
-        shared = [body.query or body.messages, body.chat_template_kwargs]
+        shared = [body.query or body.messages, body.chat_template_kwargs, body.candidates]
         check_size(self._limits, "items", items, shared, len(answers))
         self._reader.check_ids(body.labels, "label_token_ids")
         with_tokens = body.candidates is not None
@@ -162,12 +162,13 @@ class ScoringApi:
         self._reader.check_room(len(ids))
         tokens: list[list[int]] = []
         for number, answer in enumerate(question.answers):
+            is_long = len(answer) > questions.SHORT_CANDIDATE
             if isinstance(answer, str):
                 self._reader.check_characters(answer)
             read = partial(self._candidates.tokenize, ids, answer)
             own = await tokenize_aside(len(answer), read)
             tokens.append(self._reader.check_ids(own, "candidates"))
-            if number % 64 == 0:
+            if is_long or number % 64 == 0:
                 await asyncio.sleep(0)  # Thousands of candidates must not delay other requests.
         if not question.may_repeat:
             questions.refuse_duplicates(question.answers, tokens)

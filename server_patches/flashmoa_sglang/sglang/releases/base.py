@@ -39,6 +39,8 @@ class Release:
         NO_GRAPHS: the arguments that turn all CUDA graphs off.
         CHAT_ENCODER, PARTS_ENCODER: paths of the functions that encode the text of a chat, and its
             parts, as the module of chats imports them; ``None`` if the module calls the tokenizer.
+        BEGIN_UPDATE, END_UPDATE: paths of the methods that begin and end an update of weights in
+            several steps; ``None`` if each update is one step.
         CHECKS_SESSIONS: whether a scheduler refuses a session's request if the whole session has no
             token.
         SCHEDULER_FIXES, HTTP_FIXES: fixes for bugs of the release that break the plugin, in
@@ -67,6 +69,12 @@ class Release:
     )
     PARTS_ENCODER: ClassVar[str | None] = (
         "sglang.srt.entrypoints.openai.serving_chat.encode_prompt_segments"
+    )
+    BEGIN_UPDATE: ClassVar[str | None] = (
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update"
+    )
+    END_UPDATE: ClassVar[str | None] = (
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update"
     )
     CHECKS_SESSIONS: ClassVar[bool] = True
     SCHEDULER_FIXES: ClassVar[tuple[Fix, ...]] = ()

@@ -60,6 +60,7 @@ class Release0512(Release0521):
     CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader_from_server_args"
     LARGEST_BATCH = None
     NO_GRAPHS = "--disable-cuda-graph --disable-piecewise-cuda-graph"
+    BEGIN_UPDATE = END_UPDATE = None
     CHECKS_SESSIONS = False
     SCHEDULER_FIXES = (
         ("sglang.srt.layers.utils.logprob.get_token_ids_logprobs_raw", keep_tensors_in_logprobs),

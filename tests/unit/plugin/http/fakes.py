@@ -30,6 +30,7 @@ class FakeEngine:
     reports = 0
 
     def __init__(self) -> None:
+        self.lacks = set[str]()
         self.opened, self.released, self.cancelled = list[str](), list[str](), list[str]()
         self.handed: list[StreamTokens] = []
         # Tests clear it if opening a stream takes long.

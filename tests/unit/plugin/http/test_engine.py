@@ -10,7 +10,8 @@ from typing import Any
 import anyio
 import pytest
 from flashmoa_sglang.http.engine import Engine
-from flashmoa_sglang.http.errors import EngineFailed
+from flashmoa_sglang.http.errors import EngineDraining, EngineFailed
+from flashmoa_sglang.http.stream import PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.sglang import hooks
@@ -124,5 +125,31 @@ async def test_nothing_is_measured_without_memory(
         assert not engine.may_measure
         await hooks.resume_memory(done, manager, SimpleNamespace(tags=others))
         assert not engine.may_measure
+        with pytest.raises(EngineDraining, match="being changed"):
+            manager.flashmoa_table.open(PromptStream(60.0, None))
         await hooks.resume_memory(done, manager, SimpleNamespace(tags=["kv_cache"]))
         assert engine.may_measure
+
+
+async def test_nothing_runs_while_weights_are_updated_in_steps(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.flashmoa_table = StreamTable(engine := Engine(manager))
+    succeeds = False
+
+    async def answer(*_: Any) -> Any:
+        return succeeds, "Success"
+
+    async def no_reports() -> list[Any]:
+        return []
+
+    monkeypatch.setattr(engine, "kv", no_reports)
+    assert await hooks.begin_update(answer, manager, "all") == (False, "Success")
+    assert engine.may_measure
+    succeeds = True
+    assert await hooks.begin_update(answer, manager, "all") == (True, "Success")
+    assert not engine.may_measure
+    with pytest.raises(EngineDraining, match="being changed"):
+        manager.flashmoa_table.open(PromptStream(60.0, None))
+    assert await hooks.end_update(answer, manager) == (True, "Success")
+    assert engine.may_measure

@@ -110,5 +110,7 @@ def test_only_a_chat_that_asks_for_running_usage_is_split(
     assert (running_usage.watch(manager, obj, chat, request, outputs) is not outputs) == applies
     for other, asked in ((obj, None), (SimpleNamespace(text="an embedding"), None)):
         assert running_usage.watch(manager, other, asked, request, outputs) is outputs
+    # SGLang serves chats over gRPC with requests that have no URL.
+    assert running_usage.watch(manager, obj, chat, SimpleNamespace(), outputs) is outputs
     table.engine.streams_pieces = lambda _obj: True
     assert running_usage.watch(manager, obj, chat, request, outputs) is outputs

@@ -15,6 +15,7 @@ from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.messages import RequestMark
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import State
 
 from tests.unit.plugin.http.fakes import generation
 
@@ -28,8 +29,8 @@ FIELDS = {"priority": None, "stream": False, "sampling_params": OF_A_STREAM}
 
 @pytest.fixture
 def gaps(engine: Any, table: StreamTable) -> tool_gaps.ToolGaps:
-    renderer: Any = SimpleNamespace(knows_calls=False)
-    made = tool_gaps.ToolGaps(engine, table, renderer)
+    # The state of a server that does not run.
+    made = tool_gaps.ToolGaps(engine, table, rendering.ChatRenderer(State()))
     made._seconds = 60
     return made
 

@@ -195,16 +195,27 @@ def test_mixed_batches_reserve_pages() -> None:
     assert adder.rem_total_tokens == adder.cur_rem_tokens == 1000 - 3 * 64
 
 
-@pytest.mark.parametrize("way", ["--tokenizer-worker-num", "SGLANG_RUST_SERVER"])
+@pytest.mark.parametrize(
+    ("way", "given"),
+    [
+        ("--tokenizer-worker-num", {"tokenizer_worker_num": 4}),
+        ("--smg-grpc-mode", {"smg_grpc_mode": True}),
+        ("--grpc-mode", {"smg_grpc_mode": True, "grpc_mode": True}),
+        ("--enable-pd-role-switch", {"enable_pd_role_switch": True}),
+        ("SGLANG_RUST_SERVER", {}),
+    ],
+)
 def test_unserved_engines_are_left_alone(
-    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    way: str,
+    given: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     arguments = SimpleNamespace(tokenizer_worker_num=1)
     assert not state.stands_aside(arguments)
-    if way == "SGLANG_RUST_SERVER":
-        monkeypatch.setenv(way, "1")
-    else:
-        arguments.tokenizer_worker_num = 4
+    vars(arguments).update(given)
+    if not given:
+        monkeypatch.setenv(way, "Yes")
     scheduler: Any = SimpleNamespace(server_args=arguments)
     state.attach(None, scheduler)
     assert vars(scheduler) == {"server_args": arguments}

@@ -1,15 +1,17 @@
 """Long texts: they are tokenised once, no further than is certain, and beside other requests."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.bodies import PromptReader
-from flashmoa_sglang.http.errors import PromptTooLarge, StreamGone
+from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge, StreamGone
 from flashmoa_sglang.http.rendering import Piece, RenderedPrompt
 from flashmoa_sglang.http.scoring.questions import Question
 from flashmoa_sglang.http.scoring.routes import ScoringApi
@@ -99,6 +101,16 @@ def text_of(characters: int, script: str = "english") -> str:
 
 def encode(text: str) -> list[int]:
     return canonical("smollm-like").encode(text)
+
+
+async def test_long_candidates_count_for_each_item(api: ScoringApi, engine: Any) -> None:
+    """They are tokenised, and kept, for each item."""
+    engine.require_prefills = lambda: None
+    candidates = [f"{number}{'y' * 4000}" for number in range(100)]
+    body = {"query": "q", "items": ["x"] * 10_000, "candidates": candidates}
+    request: Any = SimpleNamespace(body=AsyncMock(return_value=json.dumps(body).encode()))
+    with pytest.raises(MalformedRequest, match="characters in their prompts together"):
+        await api.score(request)
 
 
 # The most characters that are tokenised to know that a text is too long.

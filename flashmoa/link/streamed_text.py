@@ -300,7 +300,7 @@ class StreamedText:
 
     def _end(self) -> None:
         self._done = True
-        self._parts = [self.written]
+        self._parts = [text] if (text := self.written) else []
         self._links.clear()
         self._notify_readers()
 

@@ -72,10 +72,11 @@ class StopFilter:
         held: the end of the text so far, if it may be the beginning of a stop text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: str | Sequence[str] | None) -> None:
         self.found = False
         self.held = ""
-        self._stops = [stop for stop in stops if stop]
+        given = [stops] if isinstance(stops, str) else stops or ()
+        self._stops = [stop for stop in given if stop]
 
     def add(self, piece: str) -> str:
         """Add the next piece. Return the text that is certain to be kept."""
@@ -140,11 +141,13 @@ class Agent(Answer):
         self._requests: list[_Request] = []
         # The first request that writes the present part of the answer.
         self._first_of_part = 0
-        self._stops = StopFilter([])
+        self._stops = StopFilter(None)
         # Number of tokens that no part of the answer has yet.
         self._uncounted = 0
         self._engine: EngineClient = model.engine
         self._patience = anyio.CancelScope()
+        # For how long the requests were answered that have written something.
+        self._writing_seconds = 0.0
         # The next request, until it is sent, and a function that announces the request after it.
         self._announced: Pending | None = None
         self._announce_next: Callable[[], Pending] | None = None
@@ -208,8 +211,7 @@ class Agent(Answer):
         the context, the agent completes the answer from the chunks of the previous rounds.
         """
         # No engine finds a stop text that two requests write together.
-        stops: str | list[str] = self._sampling.pop("stop", None) or []
-        self._stops = StopFilter([stops] if isinstance(stops, str) else stops)
+        self._stops = StopFilter(self._sampling.pop("stop", None))
         self._announced = self._announce_round(prompt, 0)
         context = await self.model.context_length()
         for number, size in enumerate(prompt.steps.sizes()):
@@ -227,7 +229,8 @@ class Agent(Answer):
             announce_next = partial(self._announce_round, prompt, number + 1)
             self._announce_next = None if is_last else announce_next
             await self._write_step(step, messages, None if is_last else size)
-            if is_last or self._stops.found or self._left_tokens() == 0:
+            is_full = self._left_tokens() == 0 or not self._left_seconds()
+            if is_last or is_full or self._stops.found:
                 break
             self._announced = self._announced or announce_next()
         if rest := self._stops.end():
@@ -373,6 +376,11 @@ class Agent(Answer):
         written = self.spent().completion_tokens + len(self._continues) // CHARACTERS_PER_TOKEN
         return max(0, self.model.max_tokens - written)
 
+    def _left_seconds(self) -> float:
+        """Return for how long the rest of the answer may be written."""
+        seconds = self._limits.answer_seconds
+        return math.inf if seconds is None else max(0.0, seconds - self._writing_seconds)
+
     def _token_limit(self, size: int | None) -> dict[str, int]:
         """Return the parameter that limits the tokens of a request for the rest of a part."""
         part = sum(request.tokens for request in self._requests[self._first_of_part :])
@@ -391,7 +399,7 @@ class Agent(Answer):
         Raises: EngineTimeout if the answer does not begin in time, or stalls.
         """
         limits, now, request = self._limits, anyio.current_time(), self._requests[-1]
-        whole = anyio.CancelScope(deadline=_later(now, limits.answer_seconds))
+        whole = anyio.CancelScope(deadline=now + self._left_seconds())
         self._patience = anyio.CancelScope(deadline=_later(now, limits.first_token_seconds))
         with self._patience, whole:
             try:
@@ -399,11 +407,14 @@ class Agent(Answer):
             except EngineError:
                 if self.finish_reason is None:
                     raise
+            finally:
+                if request.tokens:
+                    self._writing_seconds += anyio.current_time() - now
         if self.finish_reason is not None:
             return
         if self._patience.cancelled_caught and request.tokens:
             raise EngineTimeout(f"it stalled: nothing came for {limits.stall_seconds:g} s")
-        if whole.cancelled_caught and request.tokens:
+        if whole.cancelled_caught and (request.tokens or self.written):
             self.finish_reason = "length"
         elif whole.cancelled_caught or self._patience.cancelled_caught:
             is_whole = whole.cancelled_caught

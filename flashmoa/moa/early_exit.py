@@ -184,14 +184,14 @@ class ScoredAnswers:
             try:
                 # One answer is not compared with itself.
                 rows = await policy.embedder.compare(self._texts) if answers > 1 else [[1.0]]
+                quality = compute_quality(
+                    self._confidences, rows, tau=policy.tau, diagonal=policy.diagonal
+                )
             except Exception as error:
                 self._is_broken = True
                 problem = "No early exit for this cluster: its answers cannot be compared: %s"
                 logger.warning(problem, error)
                 return False
-            quality = compute_quality(
-                self._confidences, rows, tau=policy.tau, diagonal=policy.diagonal
-            )
             # Nothing is decided if the cluster's last answer came while this one was compared.
             await anyio.lowlevel.checkpoint()
             exits = policy.suffices(quality, self.rng)

@@ -13,7 +13,7 @@ import anyio
 from flashmoa import Text, UpstreamCancelled
 from flashmoa.errors import BadAnswer, RequestRefused
 from flashmoa.link.prompt_feed import CHARACTERS_PER_TOKEN
-from flashmoa.moa.agent import Agent
+from flashmoa.moa.agent import Agent, StopFilter
 from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, describe
 from flashmoa.moa.settings import (
@@ -45,7 +45,7 @@ class FinalAnswer:
             answer took the place of an answer that had begun.
         finish_reason: OpenAI's finish reason of that answer.
         tool_calls: its calls of tools.
-        first_token, finished: times of the first and last piece of ``text``, in Unix seconds.
+        first_token, finished: times of its first and last token, in Unix seconds.
     """
 
     fallback: Fallback
@@ -89,6 +89,9 @@ class FinalAnswer:
             self._write(piece)
         reason = self.finish_reason = agent.finish_reason
         self.tool_calls = agent.tool_calls
+        if agent.tool_calls:  # They come after the text.
+            self.first_token = self.first_token or agent.record.first_token
+            self.finished = agent.record.finished
         # The client's stop text, or its limit of tokens, may leave an empty answer.
         ends = ("stop", "stop_regex", "stop_token_ids")
         is_ended = reason == "stop" and any(map(self.sampling.get, ends))
@@ -105,7 +108,7 @@ class FinalAnswer:
         is_refused = isinstance(error, RequestRefused) and error.blames_request
         if is_refused and can_be_refused(self.sampling):
             raise error
-        problem, answers = describe(error), list[AgentAnswer]()
+        problem, answers, form = describe(error), list[AgentAnswer](), self.last.model.sampling
         for layer in await self.wait_for_answers():
             answers = [answer for answer in layer if answer.is_complete] or answers
         if not answers:
@@ -113,8 +116,8 @@ class FinalAnswer:
         # An aggregator that only lacked answers reads the answers of an earlier layer.
         models = [self.last.model] if isinstance(error, MixtureFailed) else []
         for model in (*models, *self.fallback.models):
-            if self.text.written and has_grammar({**model.sampling, **self.sampling}):
-                continue  # Its grammar would begin the answer again.
+            if self.text.written and (has_grammar(form) or has_grammar(model.sampling)):
+                continue  # A grammar would begin the answer again.
             agent = await self.ask(model, answers, self.text.written)
             text = "The last aggregator failed; %s takes its place: %s"
             logger.warning(text, agent.name, problem)
@@ -134,8 +137,9 @@ class FinalAnswer:
 
         Without probabilities the first answer is the best. Raises ``error`` without any.
         """
-        # The client asked for a form that only the last aggregator's answer has.
-        has_form = has_grammar(self.sampling) or may_call_tools(self.sampling)
+        # The last aggregator's answer has a form that other answers lack.
+        form = self.last.model.sampling
+        has_form = has_grammar(form) or may_call_tools(form)
         if not self.fallback.best_answer or has_form:
             raise error
         limit, written = token_limit(self.sampling), len(self.text.written) // CHARACTERS_PER_TOKEN
@@ -147,8 +151,10 @@ class FinalAnswer:
         self.substitution = Substitution("answer", best.name, describe(error))
         text = "The last aggregator failed; %s's answer is the result: %s"
         logger.warning(text, best.name, self.substitution.problem)
-        self.result, self.finish_reason = best.text, best.finish_reason
-        self._write(f"\n\n{best.text}" if self.text.written else best.text)
+        stops = StopFilter(self.sampling.get("stop"))
+        self.result = stops.add(best.text) + stops.end()
+        self.finish_reason = "stop" if stops.found else best.finish_reason
+        self._write(f"\n\n{self.result}" if self.text.written else self.result)
 
     def _write(self, piece: str) -> None:
         self.finished = time.time()

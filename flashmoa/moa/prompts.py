@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.link.streamed_text import StreamedText
@@ -243,13 +243,14 @@ def add_role(messages: Sequence[Message], role: str) -> Messages:
 
 
 def conversation(question: Question) -> Messages:
-    """Return a question as messages.
+    """Return a question as messages, each with a role and a text, or no content.
 
-    Raises: ValueError if its last message is not a user's or a tool's, or has no string.
+    Raises: ValueError if a message has no role or other content than text, or if the last message
+        is not a user's or a tool's, or has no text.
     """
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
-    messages = [dict(message) for message in question]
+    messages = [_with_text(message, place) for place, message in enumerate(question)]
     if not messages:
         raise ValueError("the question has no messages; its last message must be a user's")
     role, content = messages[-1].get("role"), messages[-1].get("content")
@@ -259,6 +260,23 @@ def conversation(question: Question) -> Messages:
             f"{type(content).__name__}; it must have role 'user' or 'tool', and a string"
         )
     return messages
+
+
+def _with_text(message: Message, place: int) -> dict[str, Any]:
+    """Return a copy of a message whose content, if it has any, is a text or ``None``."""
+    role: Any = message.get("role")
+    content: Any = message.get("content")
+    # OpenAI's form of several parts.
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    texts: list[Any] = [cast("Any", part).get("text") for part in parts if isinstance(part, dict)]
+    if texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+        content = "\n".join(texts)
+    if not isinstance(role, str) or not isinstance(content, str | None):
+        raise ValueError(
+            f"messages[{place}] of the question has role {role!r} and content of type "
+            f"{type(cast('object', content)).__name__}; it must have a role, and text only"
+        )
+    return {**message, "content": content} if "content" in message else {**message}
 
 
 def transcript(question: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:

@@ -25,8 +25,8 @@ class Limits:
     Attributes:
         first_token_seconds: from the request to the first token, waiting in the engine included.
         stall_seconds: between two tokens.
-        answer_seconds: for the whole answer. After this time the answer ends, as if it had reached
-            its ``max_tokens``.
+        answer_seconds: for the whole answer, all its requests together. After this time the answer
+            ends, as if it had reached its ``max_tokens``.
         attempts: how many requests may be sent, to the model's engines in turn; ``None``: one to
             each engine. An answer that broke off is continued, not begun again.
 

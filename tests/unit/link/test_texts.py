@@ -53,6 +53,15 @@ async def test_readers_get_every_part_of_a_text() -> None:
     assert [piece async for piece in text] == ["a good plan"]
 
 
+async def test_an_empty_text_has_no_parts() -> None:
+    closed, failed = Text("draft"), Text("draft")
+    closed.close()
+    failed.fail(ZeroDivisionError())
+    assert [piece async for piece in closed] == []
+    with pytest.raises(ZeroDivisionError):
+        await anext(aiter(failed))
+
+
 async def test_a_reader_is_told_of_replaced_parts() -> None:
     text = Text("draft")
     fresh, behind, waiting = aiter(text), aiter(text), aiter(text)

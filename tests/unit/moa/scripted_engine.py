@@ -1,6 +1,6 @@
 """Serve chat completions whose pieces are given, since no tiny model thinks."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -35,11 +35,13 @@ class ScriptedEngine:
 
     Attributes:
         bodies: the bodies of the requests for answers so far.
+        before: called before a model begins to write, by its name.
     """
 
     def __init__(self, url: str, scripts: Mapping[str, Script]) -> None:
         self.url = url
         self.bodies: list[dict[str, Any]] = []
+        self.before: dict[str, Callable[[dict[str, Any]], Awaitable[None]]] = {}
         self._scripts = scripts
 
     async def serve(self, client: SocketStream) -> None:
@@ -74,6 +76,8 @@ class ScriptedEngine:
 
     async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:
         await start_events(client)
+        if (before := self.before.get(body["model"])) is not None:
+            await before(body)
         limit, written = body.get("max_tokens") or len(script), 0
         prompt = sum(len((message["content"] or "").split()) for message in body["messages"])
         tells = "continuous_usage_stats" in body["stream_options"]

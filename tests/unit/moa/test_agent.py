@@ -116,6 +116,23 @@ async def test_spending_adds_up_all_agents() -> None:
     assert spent.tokens == prompt + 8
 
 
+@pytest.mark.parametrize("text", [[], ["I look."]])
+async def test_an_answers_time_includes_its_calls(text: list[str]) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    scripts: dict[str, Script] = {"plain": ["It is 18."], "calls": [*text, ("call", "f")]}
+    async with scripted_engine(scripts) as (_, client):
+        started = time.time()
+        async with mix(client, ["plain"], "calls").answering("?", {"tools": tools}) as run:
+            async for _piece in run:
+                pass
+            finished = time.time()
+            await anyio.sleep(0.1)
+            result = await run.result()
+    assert result.tool_calls and result.seconds < finished - started
+    assert result.time_to_first_token <= result.seconds
+    assert started + result.seconds >= (result.final.finished or math.inf) - 0.001
+
+
 async def test_silent_engine_is_asked_last_for_a_while() -> None:
     scripts: dict[str, Script] = {"plain": [("end", "hang")]}
     async with scripted_engine(scripts) as (first, client), scripted_engine(SCRIPTS) as (_, other):

@@ -69,8 +69,11 @@ async def test_a_backup_continues_a_broken_answer(
     "form", [{"response_format": {"type": "json_object"}}, {"regex": "It is [0-9]+"}]
 )
 async def test_an_answer_with_a_grammar_is_not_continued(form: dict[str, Any]) -> None:
-    result = await ask("cut", "rest", sampling=form)
-    assert not result.final.retries and result.substitution is not None
+    async with scripted_engine(SCRIPTS) as (_, client), scripted_engine(SCRIPTS) as (other, backup):
+        last = Model(client, "cut", form, backups=[backup])
+        with pytest.raises(MixtureFailed, match="cannot be reached"):
+            await mix(client, ["whole"], last).answer("?")
+        assert not other.bodies
 
 
 def test_an_answers_length_is_without_its_thought() -> None:
@@ -112,6 +115,7 @@ TAKES_2, TAKES_4 = {"max_tokens": 2}, {"max_tokens": 4}
         ("whole", "down", {}, TAKES_4, "answer"),
         # An answer of another form is no substitute.
         ("whole", "cut", {}, JSON, 502),
+        ("whole", "cut", JSON, {}, 502),
         ("whole", "cut", {}, {}, "answer"),
         # An answer may be empty if it ends at the client's stop text or number of tokens.
         ("whole", "empty", {}, {"stop": ["It"]}, None),
@@ -141,14 +145,25 @@ async def test_a_client_gets_the_best_answer_of_its_form(
     assert (result.text.strip(), found and found.kind) == (expected, outcome)
 
 
-@pytest.mark.parametrize("own", [True, False])
-async def test_a_grammars_fallback_continues_nothing(own: bool) -> None:
+@pytest.mark.parametrize("whose", ["fallback", "last", "client"])
+async def test_a_grammars_fallback_continues_nothing(whose: str) -> None:
     async with scripted_engine(SCRIPTS) as (engine, client):
-        fallback = Fallback([Model(client, "rest", JSON if own else {})], best_answer=False)
-        mixture = system("mixture", Model(client, "whole"), Model(client, "cut"), fallback=fallback)
+        rest = Model(client, "rest", JSON if whose == "fallback" else {})
+        last = Model(client, "cut", JSON if whose == "last" else {})
+        fallback = Fallback([rest], best_answer=False)
+        mixture = system("mixture", Model(client, "whole"), last, fallback=fallback)
         with pytest.raises(MixtureFailed):
-            await mixture.answer("?", None if own else JSON)
+            await mixture.answer("?", JSON if whose == "client" else None)
         assert [body["model"] for body in engine.bodies] == ["whole", "cut"]
+
+
+@KINDS
+@pytest.mark.parametrize("stop", ["18", ["never", "18"]])
+async def test_the_best_answer_ends_at_the_clients_stop_text(kind: str, stop: Any) -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        asked = system(kind, Model(client, "whole"), Model(client, "down"))
+        result = await asked.answer("?", {"stop": stop})
+    assert (result.text, result.finish_reason) == ("It is ", "stop")
 
 
 @KINDS

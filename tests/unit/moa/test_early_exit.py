@@ -2,7 +2,9 @@
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -44,6 +46,14 @@ def test_one_answer_scores_with_the_diagonal() -> None:
 def test_confidence_is_the_geometric_mean() -> None:
     assert confidence([math.log(0.5), math.log(0.125)]) == pytest.approx(0.25)
     assert confidence([]) == 0
+
+
+@pytest.mark.parametrize("rows", [None, [[1.0, 0.5]] * 3 + [[1.0]], [["a", "b"]] * 2])
+async def test_an_embedder_of_another_form_decides_nothing(rows: Any) -> None:
+    embedder: Any = SimpleNamespace(compare=AsyncMock(return_value=rows))
+    answers = ScoredAnswers(EarlyExit(embedder), random.Random(0), 4)
+    assert [await answers.add_and_decide("1.1", text, [0.0]) for text in "abc"] == [False] * 3
+    assert embedder.compare.await_count == 1
 
 
 @pytest.mark.parametrize("rule", ["sample", "threshold"])

@@ -13,7 +13,13 @@ from flashmoa import Text, Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.errors import EngineTimeout
 from flashmoa.moa import Steps
-from flashmoa.moa.prompts import AggregationPrompt, ChunkedText, fair_shares, transcript
+from flashmoa.moa.prompts import (
+    AggregationPrompt,
+    ChunkedText,
+    conversation,
+    fair_shares,
+    transcript,
+)
 from tests.event_loop import own_task
 
 TALK = [
@@ -91,6 +97,26 @@ def test_question_must_end_with_a_user_message() -> None:
     for question in ([], [{"role": "assistant", "content": "Hello!"}], TALK[:1]):
         with pytest.raises(ValueError, match="last message"):
             AggregationPrompt().messages(question, [])
+
+
+def test_a_questions_parts_are_a_text() -> None:
+    parts = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+    question = [{"role": "system", "content": parts}, {"role": "user", "content": "?"}]
+    assert conversation(question)[0] == {"role": "system", "content": "Be brief.\nBe kind."}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "x"},
+        {"role": None, "content": "x"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": 18},
+    ],
+)
+def test_a_question_without_roles_or_texts_is_refused(message: Any) -> None:
+    with pytest.raises(ValueError, match=r"messages\[1\] of the question has role"):
+        conversation([{"role": "system", "content": "?"}, message])
 
 
 @given(st.lists(st.integers(0, 50), max_size=9), st.integers(-5, 300))

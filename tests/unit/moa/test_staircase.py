@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.link.pending_request import PendingRequest
-from flashmoa.moa import Limits, MixtureOfAgents, Model, Staircase
+from flashmoa.moa import Limits, MixtureOfAgents, Model, Quorum, Staircase
 from flashmoa.moa.agent import StopFilter
 from flashmoa.observe import CallFinished, Event
 from tests.unit.events import of_kind
@@ -78,6 +79,32 @@ async def test_chunks_are_counted_by_the_engine_or_in_deltas(model: str) -> None
     # A server that has refused is not asked again.
     refused = [options for options in asked if "continuous_usage_stats" in options]
     assert len(refused) == 1 and len(asked) == (1 if model == "counting" else 2)
+
+
+async def test_a_failed_answer_is_none_of_a_quorum() -> None:
+    scripts: dict[str, Any] = {"down": [], "slow": ["It is 18."], "last": ["It is 18."]}
+
+    async def write_later(_: object) -> None:
+        await anyio.sleep(0.3)  # The quorum's time is over, and the other answer has failed.
+
+    async with scripted_engine(scripts) as (engine, client):
+        engine.before["slow"] = write_later
+        models = [Model(client, name) for name in ("down", "slow", "last")]
+        result = await Staircase(models[:2], models[2], quorum=Quorum(1, 0.1)).answer("9 + 9?")
+    assert result.text == "It is 18."
+    assert [answer.status for answer in result.layers[0]] == ["failed", "used"]
+
+
+async def test_an_answers_time_is_for_all_its_requests() -> None:
+    scripts: dict[str, Any] = {
+        "first": ["one "] * 200,
+        "last": [*["w "] * 8, ("end", "hang")],  # The first part has 8 tokens.
+    }
+    async with scripted_engine(scripts) as (engine, client):
+        last = Model(client, "last", limits=Limits(answer_seconds=0.3))
+        result = await Staircase([Model(client, "first")], last).answer("Count.")
+    assert len([body for body in engine.bodies if body["model"] == "last"]) == 2
+    assert (result.text, result.finish_reason) == ("w " * 16, "length")
 
 
 # The first part has 8 tokens. It is all thought, or thought and a line break.

@@ -349,10 +349,7 @@ class Run:
         return None
 
     def _pass_on(self, news: Callable[[], None]) -> None:
-        """Call a function in the thread of the event loop, after the functions passed on earlier.
-
-        A function of another thread is called in a task; its exception is logged.
-        """
+        """Call a function in the loop's thread, after earlier ones; another thread's in a task."""
         if threading.get_ident() == self._thread:
             self._take_news()
             news()

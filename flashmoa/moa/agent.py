@@ -113,6 +113,7 @@ class Agent(Answer):
         record: its record so far; :meth:`fill_record` adds the answer.
         asked: is set when the first request is sent, or when it is certain that none will be.
         waiting: number of clusters that wait for its answer.
+        on_left_out: called when no cluster waits for its answer any more.
         part_tokens: number of tokens of each part of the answer so far.
         error: why the answer failed; ``None`` if it did not.
     """
@@ -132,6 +133,7 @@ class Agent(Answer):
         self.model = model
         self.asked = anyio.Event()
         self.waiting = 0
+        self.on_left_out: Callable[[], None] = lambda: None
         self.part_tokens: list[int] = []
         self.error: Exception | None = None
         self._flow = flow
@@ -196,6 +198,14 @@ class Agent(Answer):
                 self._fail(UpstreamCancelled(f"{self.name} was cancelled"))
                 if self._announced is not None:
                     await self._announced.release()
+
+    def stop_waiting(self) -> None:
+        """Stop it unless other clusters wait for its answer."""
+        self.waiting -= 1
+        if not self.waiting:
+            self.record.status = "left out"
+            self.cancel()
+            self.on_left_out()
 
     async def _write_at_once(self, messages: Messages) -> None:
         messages = add_role(messages, self.model.role)

@@ -70,6 +70,7 @@ class Cluster:
             are not cut.
 
     Attributes:
+        readers: number of agents that read the answers and were not left out.
         last: the member whose answer came last.
         deciding: seconds from that answer until the readers got it, if answers are scored.
     """
@@ -80,6 +81,7 @@ class Cluster:
     quorum: Quorum | None = None
     room_timeout: float = 1.0
     deciding: float = 0.0
+    readers: int = 0
     last: Member = field(init=False)
     _last_arrival: float = 0.0
     _room: int | None = None
@@ -132,6 +134,14 @@ class Cluster:
         """Stop :meth:`run`; slots may stay incomplete."""
         self._scope.cancel()
 
+    def lose_reader(self) -> None:
+        """Note that a reader was left out. Without any, wait for no more answers."""
+        self.readers -= 1
+        if not self.readers and not self._scope.cancel_called:
+            self.cancel()
+            for member in self._undecided():
+                member.agent.stop_waiting()
+
     async def _ask_for_room(self) -> None:
         self._room = await self.find_room()
         self._room_is_known.set()
@@ -181,10 +191,7 @@ class Cluster:
     def _leave_out_the_others(self, run: anyio.CancelScope) -> None:
         for other in self._undecided():
             self._leave_out(other, "")
-            other.agent.waiting -= 1
-            if not other.agent.waiting:
-                other.agent.record.status = "left out"
-                other.agent.cancel()
+            other.agent.stop_waiting()
         run.cancel()
 
     def _undecided(self) -> list[Member]:

@@ -265,7 +265,12 @@ class SystemRun:
                 model = model.with_sampling({"logprobs": True})
             if self._steps is not None:
                 model = model.with_sampling(RUNNING_USAGE)
-            self._ask(layer, model, self._prompt(layer, place, places))
+            agent = self._ask(layer, model, self._prompt(layer, place, places))
+            cluster = self._clusters.get((layer, places))
+            # Later layers may read all earlier rounds, too.
+            if cluster is not None and not any(one.has_all_rounds for one in system.prompts):
+                cluster.readers += 1
+                agent.on_left_out = cluster.lose_reader
 
     def _prompt(self, layer: int, place: int, places: Reads) -> Messages | GrowingPrompt:
         """Return the prompt of an agent that reads the agents at ``places`` in the layer before."""

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from flashmoa.engine import EngineClient, EngineSettings
-from flashmoa.moa import Debate, EarlyExit, Limits, Model, Staircase
+from flashmoa.moa import Debate, EarlyExit, Limits, MixtureOfAgents, Model, Quorum, Staircase
 from flashmoa.observe import CallFinished, Event
 from tests.unit.events import of_kind
 from tests.unit.moa.embedders import Embedder
@@ -45,6 +45,21 @@ async def test_agent_that_only_thinks_has_not_answered() -> None:
     assert (first.status, first.problem, first.thought) == ("failed", "it answered nothing", "Hm.")
     assert second.status == "used" and result.text == "It is 18."
     assert result.substitution is not None and result.substitution.kind == "answer"
+
+
+async def test_an_agent_whose_only_reader_is_left_out_is_stopped() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        first = [Model(client, name) for name in ("plain", "plain", "plain", "hung")]
+        second, last = [Model(client, "plain")] * 2, [Model(client, "plain")]
+        quorums = [None, Quorum(1, 0.0)]
+        mixture = MixtureOfAgents([first, second, last], "4-2-1", quorum=quorums)
+        with anyio.fail_after(20):
+            async with mixture.answering("?") as run:
+                result = await run.result()
+                # Before the whole question ends, which stops every agent.
+                assert [agent.is_over for agent in run.agents] == [True] * 7
+    statuses = [record.status for record in result.agents]
+    assert statuses == [*["used"] * 3, "left out", "used", "left out", "used"]
 
 
 async def test_early_exit_compares_no_thought() -> None:

@@ -130,6 +130,11 @@ def _check_sampling(params: Any, vocabulary: int) -> None:
             _check_number(name, getattr(params, name), kind, least, most)
     for name in GRAMMARS:
         _check_type(name, getattr(params, name, None), str, "a string")
+        # Some releases of xgrammar crash at NUL.
+        if re.search("[\0\ud800-\udfff]", getattr(params, name, None) or ""):
+            raise ValueError(f"{name} must be Unicode text without NUL.")
+    if getattr(params, "structural_tag", None) == "":  # In older releases it ends the scheduler.
+        raise ValueError("structural_tag is empty; leave it out.")
     for name in _FLAGS:
         _check_type(name, getattr(params, name, None), int, "true or false")
     # Fast tokenizers refuse 0 and 1, which ends the detokenizer.

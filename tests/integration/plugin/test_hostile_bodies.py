@@ -241,6 +241,7 @@ if IS_0_5_12:
     FAILS_IN_SGLANG.append(Failure("/v1/responses", ".*", "(?s:.*)", reason))
     reason = "SGLang 0.5.12 returns the value, which JSON lacks, in its answer."
     FAILS_IN_SGLANG += [
+        Failure("/generate", "lora_path", r'"\\ud800"', reason),
         Failure("/v1/embeddings", "lora_path", r'"\\ud800"', reason),
         Failure("/encode", "lora_path|rid", r'"\\ud800"', reason),
         Failure("/encode", "received_time", "1e999|NaN|-Infinity", reason),
@@ -303,6 +304,9 @@ PLACES_OF_ANOTHER_REQUEST = [
         generation(n=9_999_999),
         generation(n=[]),
         generation(stop_regex="("),
+        generation(regex="\ud800"),
+        generation(regex="\0"),
+        generation(structural_tag=""),
         generation(temperature=1e308),
         generation(skip_special_tokens=0),
         generation({"expected_output_tokens": 10**300}),

@@ -81,7 +81,7 @@ def test_a_chat_is_prewarmed_for_its_time(options: Any, seconds: float | None) -
     [
         *(
             ({"prompt_stream_id": one}, "prompt_stream_id")
-            for one in (7, [], {}, True, ["x"], {"id": LONG}, [LONG] * 10_000, DEEP)
+            for one in (7, "\ud800", [], {}, True, ["x"], {"id": LONG}, [LONG] * 10_000, DEEP)
         ),
         *(({"expected_output_tokens": one}, "expected_output_tokens") for one in (LONG, DEEP)),
         *(({"nvext": one}, "nvext") for one in (1, LONG, DEEP)),

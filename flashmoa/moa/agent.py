@@ -21,7 +21,7 @@ from flashmoa import Answer, UpstreamCancelled, Workflow
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
 from flashmoa.engine.generation import add_tool_calls
 from flashmoa.engine.wire import Delta
-from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
+from flashmoa.errors import BadAnswer, EngineError, EngineTimeout, EngineUnreachable, RequestRefused
 from flashmoa.link.prompt_feed import CHARACTERS_PER_TOKEN
 from flashmoa.link.streamed_text import find_marks
 from flashmoa.moa.early_exit import confidence
@@ -148,7 +148,7 @@ class Agent(Answer):
         self._uncounted = 0
         self._engine: EngineClient = model.engine
         self._patience = anyio.CancelScope()
-        # For how long the requests were answered that have written something.
+        # For how long the requests were answered, from the first one that has written something.
         self._writing_seconds = 0.0
         # The next request, until it is sent, and a function that announces the request after it.
         self._announced: Pending | None = None
@@ -316,7 +316,8 @@ class Agent(Answer):
                 if pending is not None:
                     await pending.release()
                     pending = None
-                if attempt + 1 == attempts or not self._can_repeat(error):
+                is_last = attempt + 1 == attempts or not self._left_seconds()
+                if is_last or not self._can_repeat(error):
                     raise
                 self.record.retries.append(f"{self._engine.url}: {error}")
                 self._tool_calls.clear()  # The next request begins them again.
@@ -406,9 +407,11 @@ class Agent(Answer):
 
         An answer with a finish reason is complete, even if its usage does not arrive.
 
-        Raises: EngineTimeout if the answer does not begin in time, or stalls.
+        Raises: EngineTimeout if the answer does not begin in time, or stalls; BadAnswer if earlier
+            requests had spent its time.
         """
         limits, now, request = self._limits, anyio.current_time(), self._requests[-1]
+        has_begun = self._writing_seconds > 0
         whole = anyio.CancelScope(deadline=now + self._left_seconds())
         self._patience = anyio.CancelScope(deadline=_later(now, limits.first_token_seconds))
         with self._patience, whole:
@@ -418,7 +421,7 @@ class Agent(Answer):
                 if self.finish_reason is None:
                     raise
             finally:
-                if request.tokens:
+                if request.tokens or has_begun:
                     self._writing_seconds += anyio.current_time() - now
         if self.finish_reason is not None:
             return
@@ -426,6 +429,8 @@ class Agent(Answer):
             raise EngineTimeout(f"it stalled: nothing came for {limits.stall_seconds:g} s")
         if whole.cancelled_caught and (request.tokens or self.written):
             self.finish_reason = "length"
+        elif whole.cancelled_caught and has_begun:
+            raise BadAnswer(f"its {limits.answer_seconds:g} s were over before it had a text")
         elif whole.cancelled_caught or self._patience.cancelled_caught:
             is_whole = whole.cancelled_caught
             seconds = limits.answer_seconds if is_whole else limits.first_token_seconds

@@ -40,7 +40,16 @@ from flashmoa.moa.prompts import (
     ReviewPrompt,
 )
 from flashmoa.moa.run import System, SystemSettings
-from flashmoa.moa.settings import NO_OTHERS, Count, Limits, Quorum, Sampling, Steps, suggest
+from flashmoa.moa.settings import (
+    NO_OTHERS,
+    TOKEN_LIMITS,
+    Count,
+    Limits,
+    Quorum,
+    Sampling,
+    Steps,
+    suggest,
+)
 from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
 
 # What a header can have.
@@ -120,6 +129,10 @@ class _NamedModel(Sampling):
         return self
 
 
+# A model has one key of each pair.
+_ALTERNATIVES = ({"engine", "engines"}, {*TOKEN_LIMITS})
+
+
 class ModelTable(_NamedModel):
     """``repeat`` agents with one model, and their sampling parameters.
 
@@ -139,7 +152,8 @@ class ModelTable(_NamedModel):
         if name not in models:
             advice = suggest(name, models) if models else "add a table [models.NAME]"
             raise ValueError(f"there is no model {name!r}: {advice}")
-        return {**models[name], **given}
+        replaced = {each for names in _ALTERNATIVES if given.keys() & names for each in names}
+        return {key: one for key, one in models[name].items() if key not in replaced} | given
 
     @model_validator(mode="after")
     def _has_engine(self) -> ModelTable:
@@ -212,6 +226,15 @@ class _SystemTable(_PromptTable):
     quorum: Quorum | None = None
     fallback: _FallbackTable = _FallbackTable()
     layers: list[_LayerTable] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> _SystemTable:
+        if given := self.layers[0].given():
+            names = ", ".join(given)
+            raise ValueError(f"the first layer reads no answers; give {names} to a later layer")
+        if self.layers[-1].quorum is not None:
+            raise ValueError("nobody reads the last layer's answers; give quorum to an earlier one")
+        return self
 
     @abstractmethod
     def build(self, file: _File) -> System:
@@ -354,6 +377,9 @@ def read_tables(tables: Mapping[str, Any]) -> list[ServedSystem]:
         raise ConfigError(f"{names}: a file with [systems.NAME] has no such key outside of them")
     if not named:
         raise ConfigError("systems is empty; add a table [systems.NAME]")
+    for name, table in named.items():
+        if "name" in table:
+            raise ConfigError(f"systems.{name} has its name already; leave out name = ...")
     return [
         _build({**table, "name": name}, models, ("systems", name)) for name, table in named.items()
     ]

@@ -59,7 +59,7 @@ class EngineEmbedder:
         except PluginMissing as error:
             raise PluginMissing(
                 f"{self.engine.url} does not compare answers by their token states; start the "
-                "embedding model with `flashmoa serve MODEL --is-embedding`"
+                "embedding model with `flashmoa serve --model-path MODEL --is-embedding`"
             ) from error
 
 

@@ -12,7 +12,7 @@ import anyio
 from flashmoa import EngineClient
 from flashmoa.engine import prompt_fields
 from flashmoa.errors import EngineError
-from flashmoa.moa.settings import Limits, token_limit
+from flashmoa.moa.settings import TOKEN_LIMITS, Limits, token_limit
 
 # How long an engine may take to count a prompt's tokens, or to report its context. Without an
 # answer nothing is cut.
@@ -42,7 +42,10 @@ class Model:
 
     def with_sampling(self, sampling: Mapping[str, Any] | None) -> Model:
         """Return the model with parameters in place of its own."""
-        return replace(self, sampling={**self.sampling, **sampling}) if sampling else self
+        own, given = dict(self.sampling), sampling or {}
+        if any(given.get(name) is not None for name in TOKEN_LIMITS):
+            own = {name: value for name, value in own.items() if name not in TOKEN_LIMITS}
+        return replace(self, sampling={**own, **given}) if given else self
 
     def with_silent_engines_last(self) -> Model:
         """Return the model with the engines last that did not answer lately."""

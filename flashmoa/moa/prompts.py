@@ -263,7 +263,7 @@ def conversation(question: Question) -> Messages:
 
 
 def _with_text(message: Message, place: int) -> dict[str, Any]:
-    """Return a copy of a message whose content, if it has any, is a text or ``None``."""
+    """Return a copy of a message with a text. Only an assistant's may have none."""
     role: Any = message.get("role")
     content: Any = message.get("content")
     # OpenAI's form of several parts.
@@ -271,7 +271,8 @@ def _with_text(message: Message, place: int) -> dict[str, Any]:
     texts: list[Any] = [cast("Any", part).get("text") for part in parts if isinstance(part, dict)]
     if texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
         content = "\n".join(texts)
-    if not isinstance(role, str) or not isinstance(content, str | None):
+    has_text = isinstance(content, str) or (role == "assistant" and content is None)
+    if not isinstance(role, str) or not has_text:
         raise ValueError(
             f"messages[{place}] of the question has role {role!r} and content of type "
             f"{type(cast('object', content)).__name__}; it must have a role, and text only"

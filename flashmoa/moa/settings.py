@@ -90,6 +90,8 @@ class Steps:
             size = min(float(self.largest), size * self.growth)
 
 
+# The two names of the parameter that limits an answer's tokens.
+TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Strings = str | list[str]
 
@@ -144,8 +146,7 @@ class Sampling(BaseModel):
         If both are set, the smaller number satisfies both.
         """
         given = self.model_dump(include=set(Sampling.model_fields), exclude_none=True)
-        names = ("max_tokens", "max_completion_tokens")
-        limits = [given.pop(name) for name in names if name in given]
+        limits = [given.pop(name) for name in TOKEN_LIMITS if name in given]
         return {**given, "max_tokens": min(limits)} if limits else given
 
 

@@ -197,7 +197,8 @@ class Response:
     def whole(self, result: Result, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a whole answer. ``record`` is its field ``flashmoa``."""
         is_cut = result.finish_reason == "length"
-        usage = count(result.final.usage)
+        usage, final = count(result.final.usage), result.final
+        thought = max(0, usage["completion_tokens"] - final.tokens) if final.thought else 0
         return {
             **self._body("incomplete" if is_cut else "completed", self._items(result)),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -205,7 +206,7 @@ class Response:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": thought},
                 "total_tokens": usage["total_tokens"],
             },
             "flashmoa": record,

@@ -148,6 +148,24 @@ async def test_an_answers_time_includes_its_calls(text: list[str]) -> None:
     assert started + result.seconds >= (result.final.finished or math.inf) - 0.001
 
 
+async def test_a_backup_is_not_blamed_for_an_answers_time() -> None:
+    slow: Script = [("thought", "Hm.") if number < 9 else ("end", "cut") for number in range(10)]
+    async with (
+        scripted_engine({"plain": SCRIPTS["plain"], "m": slow}) as (engine, client),
+        scripted_engine({"m": [("end", "hang")]}) as (other, backup),
+    ):
+
+        async def think(_: object) -> None:
+            await anyio.sleep(0.2)
+
+        engine.before["m"] = think
+        last = Model(client, "m", backups=[backup], limits=Limits(answer_seconds=0.4))
+        result = await mix(client, ["plain"], last).answer("?")
+    assert len(other.bodies) == 1 and backup.avoided_until is None
+    assert result.substitution is not None
+    assert "its 0.4 s were over" in result.substitution.problem
+
+
 async def test_silent_engine_is_asked_last_for_a_while() -> None:
     scripts: dict[str, Script] = {"plain": [("end", "hang")]}
     async with scripted_engine(scripts) as (first, client), scripted_engine(SCRIPTS) as (_, other):

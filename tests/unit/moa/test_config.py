@@ -216,6 +216,15 @@ def test_an_agent_may_name_its_models_engine(tmp_path: Path) -> None:
     assert [*served.engine_names] == ["http://b"]
 
 
+def test_an_agent_replaces_keys_by_their_alternatives(tmp_path: Path) -> None:
+    agent = '{use = "small", engines = ["http://b", "http://c"], max_completion_tokens = 2000}'
+    layers = f"layers = [{{models = [{agent}]}}, {{models = [{agent}]}}]"
+    [served] = read(tmp_path, f"{layers}\n{MODELS}")
+    model = served.system.layers[0][0]
+    assert (model.engine.url, model.backups[0].url) == ("http://b", "http://c")
+    assert model.max_tokens == 2000
+
+
 @pytest.mark.parametrize(("name", "value"), [("lora_path", "x"), ("models", ["x"])])
 def test_unknown_parameters_have_their_own_table(tmp_path: Path, name: str, value: object) -> None:
     extra = f"max_tokens = 7\nextra_body = {{{name} = {value!r}}}"
@@ -258,6 +267,12 @@ def test_unknown_parameters_have_their_own_table(tmp_path: Path, name: str, valu
          r"systems.quick.debate.memory: Input should be 'all' or 'last'"),
         ("[models.small]", "[models]", r"models must consist of tables \[models.NAME\]"),
         ("[models.small]", "[models.small", "is not valid TOML"),
+        ("[systems.quick]", "[systems.quick]\nname = 'fast'", "systems.quick has its name already"),
+        ('layers = [{models = ["small", "small"]}',
+         'layers = [{instruction = "Write:", models = ["small", "small"]}',
+         "systems.quick: the first layer reads no answers; give instruction to a later layer"),
+        ('"small"]}, {models', '"small"]}, {quorum = {answers = 1, seconds = 1}, models',
+         "systems.quick: nobody reads the last layer's answers; give quorum to an earlier one"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_key_and_its_table(

@@ -58,3 +58,9 @@ async def test_a_tool_call_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = {"type": "function", "function": {"name": "look", "description": "x" * 99_000}}
     with_tool = Model(CLIENT, sampling={"tools": [tool]})
     assert await room_for_answers([with_tool], prompt, [10]) == 100_000 - 1024 - 95_000
+
+
+def test_a_limit_of_tokens_replaces_both_of_its_names() -> None:
+    model = Model(EngineClient("http://a"), "m", {"max_completion_tokens": 400, "seed": 1})
+    assert model.with_sampling({"max_tokens": 10}).sampling == {"seed": 1, "max_tokens": 10}
+    assert model.with_sampling({"max_tokens": None}).max_tokens == 400

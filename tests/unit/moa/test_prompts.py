@@ -112,6 +112,8 @@ def test_a_questions_parts_are_a_text() -> None:
         {"role": None, "content": "x"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
         {"role": "user", "content": 18},
+        {"role": "system"},
+        {"role": "tool", "tool_call_id": "1", "content": None},
     ],
 )
 def test_a_question_without_roles_or_texts_is_refused(message: Any) -> None:

@@ -27,6 +27,7 @@ SCRIPTS: dict[str, Script] = {
     "only call": [("call", "read"), "not reached"],
     "empty": [("thought", "Hm."), "not reached"],
     "cut": ["It", ("end", "cut")],
+    "thinks": [("thought", "It is 18, ")] * 3 + ["It is 18. "],
 }
 TOOL: dict[str, Any] = {
     "type": "function", "name": "read", "description": "Reads.", "strict": True,
@@ -47,6 +48,13 @@ async def connected(last: str) -> AsyncGenerator[tuple[ScriptedEngine, AsyncOpen
         AsyncOpenAI(base_url=f"{http.base_url}/v1/", api_key="-", max_retries=0) as client,
     ):
         yield engine, client
+
+
+async def test_thought_is_counted() -> None:
+    async with connected("thinks") as (_, client):
+        answer = await client.responses.create(model="moa", input="What?")
+    assert answer.usage is not None and answer.usage.output_tokens == 4
+    assert answer.usage.output_tokens_details.reasoning_tokens == 3
 
 
 async def test_a_text_is_answered_whole_and_streamed() -> None:

@@ -133,8 +133,9 @@ def _check_sampling(params: Any, vocabulary: int) -> None:
         # Some releases of xgrammar crash at NUL.
         if re.search("[\0\ud800-\udfff]", getattr(params, name, None) or ""):
             raise ValueError(f"{name} must be Unicode text without NUL.")
-    if getattr(params, "structural_tag", None) == "":  # In older releases it ends the scheduler.
-        raise ValueError("structural_tag is empty; leave it out.")
+    # An empty one is none in newer releases, and ends the scheduler of older ones.
+    if getattr(params, "structural_tag", None) == "":
+        params.structural_tag = None
     for name in _FLAGS:
         _check_type(name, getattr(params, name, None), int, "true or false")
     # Fast tokenizers refuse 0 and 1, which ends the detokenizer.
@@ -207,7 +208,7 @@ def _check_embeds(embeds: Any, hidden_size: int) -> None:
     try:
         with numpy.errstate(over="ignore"):
             rows: Any = numpy.asarray(embeds, numpy.float32)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError("input_embeds must be a list of lists of numbers.") from error
     if rows.ndim != 2 or rows.shape[1] != hidden_size or not numpy.isfinite(rows).all():
         raise ValueError(f"Each of input_embeds must have {hidden_size} finite numbers.")

@@ -256,7 +256,8 @@ class Agent(Answer):
         begin, first = len(self.written), len(self._requests)
         await self._write_part(messages, size)
         own = self._requests[first:]
-        if size is not None and any(one.thinks for one in own) and not self.written[begin:].strip():
+        is_thought = any(one.thinks for one in own) and not self.written[begin:].strip()
+        if size is not None and is_thought and self._left_seconds():
             # The agent spent the part's tokens on thought. Now it may write any number of tokens,
             # and is left after ``size`` tokens of its answer. If white space has come already, the
             # next round is announced; this request must not take that stream.

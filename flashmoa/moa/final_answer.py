@@ -54,7 +54,7 @@ class FinalAnswer:
     ask: Ask
     sampling: Mapping[str, Any]
     text: Text = field(default_factory=lambda: Text("answer"))
-    result: str = ""
+    result: str | None = None
     finish_reason: str | None = None
     tool_calls: Sequence[dict[str, Any]] = ()
     first_token: float | None = None
@@ -72,7 +72,8 @@ class FinalAnswer:
                     raise
                 except Exception as error:
                     await self._substitute(error)
-                self.result = self.result or self.text.written
+                if self.result is None:
+                    self.result = self.text.written
                 self.text.close()
             except Exception as error:
                 self.text.fail(error)
@@ -116,7 +117,8 @@ class FinalAnswer:
         # An aggregator that only lacked answers reads the answers of an earlier layer.
         models = [self.last.model] if isinstance(error, MixtureFailed) else []
         for model in (*models, *self.fallback.models):
-            if self.text.written and (has_grammar(form) or has_grammar(model.sampling)):
+            asked = {**model.sampling, **self.sampling}
+            if self.text.written and (has_grammar(form) or has_grammar(asked)):
                 continue  # A grammar would begin the answer again.
             agent = await self.ask(model, answers, self.text.written)
             text = "The last aggregator failed; %s takes its place: %s"
@@ -154,7 +156,7 @@ class FinalAnswer:
         stops = StopFilter(self.sampling.get("stop"))
         self.result = stops.add(best.text) + stops.end()
         self.finish_reason = "stop" if stops.found else best.finish_reason
-        self._write(f"\n\n{self.result}" if self.text.written else self.result)
+        self._write(f"\n\n{self.result}" if self.text.written and self.result else self.result)
 
     def _write(self, piece: str) -> None:
         self.finished = time.time()

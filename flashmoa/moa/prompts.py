@@ -243,10 +243,10 @@ def add_role(messages: Sequence[Message], role: str) -> Messages:
 
 
 def conversation(question: Question) -> Messages:
-    """Return a question as messages, each with a role and a text, or no content.
+    """Return a question as messages.
 
-    Raises: ValueError if a message has no role or other content than text, or if the last message
-        is not a user's or a tool's, or has no text.
+    Raises: ValueError if a message has no role, or no content and is no assistant's, or if the last
+        message is not a user's or a tool's, or has no text.
     """
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
@@ -263,7 +263,7 @@ def conversation(question: Question) -> Messages:
 
 
 def _with_text(message: Message, place: int) -> dict[str, Any]:
-    """Return a copy of a message with a text. Only an assistant's may have none."""
+    """Return a copy of a message whose parts are a text if all of them are texts."""
     role: Any = message.get("role")
     content: Any = message.get("content")
     # OpenAI's form of several parts.
@@ -271,11 +271,11 @@ def _with_text(message: Message, place: int) -> dict[str, Any]:
     texts: list[Any] = [cast("Any", part).get("text") for part in parts if isinstance(part, dict)]
     if texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
         content = "\n".join(texts)
-    has_text = isinstance(content, str) or (role == "assistant" and content is None)
-    if not isinstance(role, str) or not has_text:
+    has_content = isinstance(content, str | list) or (role == "assistant" and content is None)
+    if not isinstance(role, str) or not has_content:
         raise ValueError(
             f"messages[{place}] of the question has role {role!r} and content of type "
-            f"{type(cast('object', content)).__name__}; it must have a role, and text only"
+            f"{type(cast('object', content)).__name__}; it must have a role and a text"
         )
     return {**message, "content": content} if "content" in message else {**message}
 

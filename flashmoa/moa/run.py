@@ -223,7 +223,7 @@ class SystemRun:
             await final.text
         spent = PromptUsage.total([agent.spent() for agent in self.agents])
         result = Result(
-            final.result,
+            final.result or "",
             final.finish_reason,
             self._records(),
             Spending(spent.prompt_tokens, spent.completion_tokens),

@@ -74,7 +74,8 @@ def _expected_output(http_request: Any) -> int | None:
 def _read_body(body: dict[str, Any]) -> Hints:
     stream_id = body.get(STREAM)
     # An answer repeats the id, and not all releases can write half a character.
-    if stream_id is not None and not (isinstance(stream_id, str) and stream_id.isascii()):
+    is_text = isinstance(stream_id, str) and not re.search("[\ud800-\udfff]", stream_id)
+    if stream_id is not None and not is_text:
         raise MalformedRequest(
             f"{STREAM} must be a string, as returned by POST /prompt_streams, not "
             f"{shown(stream_id)}."

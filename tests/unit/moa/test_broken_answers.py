@@ -28,6 +28,7 @@ SCRIPTS: dict[str, Script] = {
     "cut": ["It ", ("end", "cut")],
     "empty": [],
     "begun": ["It is ", ("end", "cut")],
+    "long cut": ["9 + ", ("end", "cut")],
     "done": ["It is 18.", ("end", "cut")],
     "long": ["18 ", "or ", "19."],
     "blank": [" ", "\n", " ", "It is 18."],
@@ -164,6 +165,21 @@ async def test_the_best_answer_ends_at_the_clients_stop_text(kind: str, stop: An
         asked = system(kind, Model(client, "whole"), Model(client, "down"))
         result = await asked.answer("?", {"stop": stop})
     assert (result.text, result.finish_reason) == ("It is ", "stop")
+
+
+async def test_the_best_answer_may_begin_with_the_clients_stop_text() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        asked = system("mixture", Model(client, "whole"), Model(client, "long cut"))
+        result = await asked.answer("?", {"stop": "It"})
+    assert (result.text, result.finish_reason) == ("", "stop")
+
+
+async def test_a_client_may_replace_a_fallbacks_grammar() -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        fallback = Fallback([Model(client, "rest", JSON)])
+        asked = system("mixture", Model(client, "whole"), Model(client, "cut"), fallback=fallback)
+        result = await asked.answer("?", {"response_format": {"type": "text"}})
+    assert (result.text, result.substitution.kind) == ("It is 18.", "aggregator")
 
 
 @KINDS

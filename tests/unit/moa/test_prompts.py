@@ -110,7 +110,6 @@ def test_a_questions_parts_are_a_text() -> None:
     [
         {"content": "x"},
         {"role": None, "content": "x"},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
         {"role": "user", "content": 18},
         {"role": "system"},
         {"role": "tool", "tool_call_id": "1", "content": None},

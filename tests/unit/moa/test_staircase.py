@@ -101,7 +101,7 @@ async def test_an_answers_time_is_for_all_its_requests() -> None:
         "last": [*["w "] * 8, ("end", "hang")],  # The first part has 8 tokens.
     }
     async with scripted_engine(scripts) as (engine, client):
-        last = Model(client, "last", limits=Limits(answer_seconds=0.3))
+        last = Model(client, "last", limits=Limits(answer_seconds=1.5))
         result = await Staircase([Model(client, "first")], last).answer("Count.")
     assert len([body for body in engine.bodies if body["model"] == "last"]) == 2
     assert (result.text, result.finish_reason) == ("w " * 16, "length")

@@ -250,7 +250,7 @@ def conversation(question: Question) -> Messages:
     """
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
-    messages = [_with_text(message, place) for place, message in enumerate(question)]
+    messages = [_joined(message, place) for place, message in enumerate(question)]
     if not messages:
         raise ValueError("the question has no messages; its last message must be a user's")
     role, content = messages[-1].get("role"), messages[-1].get("content")
@@ -262,8 +262,8 @@ def conversation(question: Question) -> Messages:
     return messages
 
 
-def _with_text(message: Message, place: int) -> dict[str, Any]:
-    """Return a copy of a message whose parts are a text if all of them are texts."""
+def _joined(message: Message, place: int) -> dict[str, Any]:
+    """Return a copy of a message. Its parts become one text, unless a part is no text."""
     role: Any = message.get("role")
     content: Any = message.get("content")
     # OpenAI's form of several parts.

@@ -101,7 +101,7 @@ def stands_aside(arguments: Any) -> bool:
 
     Raises: SystemExit if one of the plugin's own options is given, which would have no effect.
     """
-    # Some releases lack some of these arguments.
+    # Not every release has each argument.
     given = {name for name in _UNSERVED if getattr(arguments, name, False)}
     if (arguments.tokenizer_worker_num or 1) > 1:
         problem = "needs one HTTP process: start without --tokenizer-worker-num"

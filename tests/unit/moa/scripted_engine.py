@@ -1,6 +1,6 @@
 """Serve chat completions whose pieces are given, since no tiny model thinks."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ NOWHERE = "http://127.0.0.1:9"
 PROMPT = AggregationPrompt("question-first", "Weigh:")
 # The answer of a model: pieces of text, ("thought", text) for thought that the engine's parser has
 # separated, ("call", name) for a call of a tool in several pieces, and ("end", how) for an odd end:
-# "cut", "hang", "abort", or "no usage" after the finish reason.
+# "cut", "hang", "abort", or "no usage" after the finish reason. ("wait", seconds) is a pause.
 Script = Sequence[str | tuple[str, str]]
 
 
@@ -35,13 +35,11 @@ class ScriptedEngine:
 
     Attributes:
         bodies: the bodies of the requests for answers so far.
-        before: called before a model begins to write, by its name.
     """
 
     def __init__(self, url: str, scripts: Mapping[str, Script]) -> None:
         self.url = url
         self.bodies: list[dict[str, Any]] = []
-        self.before: dict[str, Callable[[dict[str, Any]], Awaitable[None]]] = {}
         self._scripts = scripts
 
     async def serve(self, client: SocketStream) -> None:
@@ -76,8 +74,6 @@ class ScriptedEngine:
 
     async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:
         await start_events(client)
-        if (before := self.before.get(body["model"])) is not None:
-            await before(body)
         limit, written = body.get("max_tokens") or len(script), 0
         prompt = sum(len((message["content"] or "").split()) for message in body["messages"])
         tells = "continuous_usage_stats" in body["stream_options"]
@@ -87,6 +83,9 @@ class ScriptedEngine:
                 await anyio.sleep_forever()
             if piece == ("end", "cut"):
                 return
+            if isinstance(piece, tuple) and piece[0] == "wait":
+                await anyio.sleep(float(piece[1]))
+                continue
             if piece in (("end", "abort"), ("end", "no usage")):
                 await send_event(client, chunk({}, "abort" if piece[1] == "abort" else "stop"))
                 return

@@ -134,7 +134,10 @@ async def test_spending_adds_up_all_agents() -> None:
 @pytest.mark.parametrize("text", [[], ["I look."]])
 async def test_an_answers_time_includes_its_calls(text: list[str]) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    scripts: dict[str, Script] = {"plain": ["It is 18."], "calls": [*text, ("call", "f")]}
+    scripts: dict[str, Script] = {
+        "plain": ["It is 18."],
+        "calls": [*text, ("wait", "0.05"), ("call", "f")],
+    }
     async with scripted_engine(scripts) as (_, client):
         started = time.time()
         async with mix(client, ["plain"], "calls").answering("?", {"tools": tools}) as run:
@@ -149,16 +152,11 @@ async def test_an_answers_time_includes_its_calls(text: list[str]) -> None:
 
 
 async def test_a_backup_is_not_blamed_for_an_answers_time() -> None:
-    slow: Script = [("thought", "Hm.") if number < 9 else ("end", "cut") for number in range(10)]
+    slow: Script = [("wait", "0.2"), ("thought", "Hm."), ("end", "cut")]
     async with (
-        scripted_engine({"plain": SCRIPTS["plain"], "m": slow}) as (engine, client),
+        scripted_engine({"plain": SCRIPTS["plain"], "m": slow}) as (_, client),
         scripted_engine({"m": [("end", "hang")]}) as (other, backup),
     ):
-
-        async def think(_: object) -> None:
-            await anyio.sleep(0.2)
-
-        engine.before["m"] = think
         last = Model(client, "m", backups=[backup], limits=Limits(answer_seconds=0.4))
         result = await mix(client, ["plain"], last).answer("?")
     assert len(other.bodies) == 1 and backup.avoided_until is None

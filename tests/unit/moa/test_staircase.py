@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from typing import Any
 
-import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,13 +81,10 @@ async def test_chunks_are_counted_by_the_engine_or_in_deltas(model: str) -> None
 
 
 async def test_a_failed_answer_is_none_of_a_quorum() -> None:
-    scripts: dict[str, Any] = {"down": [], "slow": ["It is 18."], "last": ["It is 18."]}
-
-    async def write_later(_: object) -> None:
-        await anyio.sleep(0.3)  # The quorum's time is over, and the other answer has failed.
-
-    async with scripted_engine(scripts) as (engine, client):
-        engine.before["slow"] = write_later
+    # When it is written, the quorum's time is over, and the other answer has failed.
+    slow = [("wait", "0.3"), "It is 18."]
+    scripts: dict[str, Any] = {"down": [], "slow": slow, "last": ["It is 18."]}
+    async with scripted_engine(scripts) as (_, client):
         models = [Model(client, name) for name in ("down", "slow", "last")]
         result = await Staircase(models[:2], models[2], quorum=Quorum(1, 0.1)).answer("9 + 9?")
     assert result.text == "It is 18."
